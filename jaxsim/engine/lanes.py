@@ -1,0 +1,187 @@
+"""Many simulations at once: lanes that are stepped together and refilled as their simulations end.
+
+Simulations end at different times; a batch that waited for its slowest would waste lanes as static batching wastes
+slots. So a fixed number of lanes runs in chunks of scan steps, and between chunks each finished lane hands over its
+records and takes the next simulation of the queue: one compile for a sweep of any size.
+
+In the shapes, `W` is the number of lanes of all devices together, `N` the padded number of requests, `K` the number of
+distinct request lists.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as Spec
+
+from jaxsim.engine import static_batch
+from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
+from jaxsim.engine.state import Event, State, initial
+from jaxsim.engine.step import step
+from jaxsim.engine.types import Status
+
+AXIS = "lanes"
+STEPS = 256  # scan steps between two looks at the lanes
+
+# A scope around the engine's own calls: 64 bits are never turned on for the caller.
+x64 = functools.partial(jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64, True)
+
+
+class Traces(NamedTuple):
+    """Lists of requests in order of arrival, padded; on every device."""
+
+    prompt: Any  # [K, N] int32
+    output: Any  # [K, N] int32
+    arrival_ps: Any  # [K, N] int64, INFINITE beyond the end
+
+
+class Job(NamedTuple):
+    """Simulations to run; arrays with one leading axis, or scalars for one."""
+
+    trace: Any  # int32, index into Traces
+    stretch: Any  # float64, factor on arrival times
+    clients: Any  # int32, 0 for an open loop
+    max_model_len: Any  # int32
+    knobs: Knobs
+
+
+class Outcome(NamedTuple):
+    """The records of one finished simulation, on the host."""
+
+    memory: np.ndarray  # [Limits.memory] int32, a copy
+    state: State  # scalars and small arrays; without memory
+
+
+def devices_mesh(devices: list[jax.Device]) -> Mesh:
+    axis_types = getattr(jax.sharding, "AxisType", None)
+    more = {} if axis_types is None else {"axis_types": (axis_types.Auto,)}
+    return jax.make_mesh((len(devices),), (AXIS,), devices=devices, **more)
+
+
+def load(limits: Limits, traces: Traces, job: Job) -> State:
+    """The initial state of a job."""
+    prompt, output, arrival_ps = (table[job.trace] for table in traces)
+    index = jnp.arange(limits.requests, dtype=jnp.int32)
+    exists = arrival_ps < INFINITE
+    stretched = jnp.rint(arrival_ps.astype(jnp.float64) * job.stretch).astype(jnp.int64)
+    sent = jnp.where(index < job.clients, 0, INFINITE)
+    start = jnp.where(exists, jnp.where(job.clients > 0, sent, stretched), INFINITE)
+    output = jnp.minimum(output, job.max_model_len - prompt)
+    return initial(limits, prompt, output, start, job.knobs)
+
+
+def advance(
+    limits: Limits, steps: int, on: jax.Array, knobs: Knobs, tables: Tables | None, state: State
+) -> tuple[State, Event | None]:
+    """`steps` steps of all lanes; events have the shape [steps, W]. `on` is true, see `fence`."""
+
+    def one(knobs: Knobs, state: State) -> tuple[State, Event | None]:
+        if limits.static:
+            return static_batch.step(limits, knobs, tables, state)
+        return step(limits, knobs, tables, state, on if limits.fenced else None)
+
+    return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps)
+
+
+def refill(
+    limits: Limits, traces: Traces, knobs: Knobs, state: State, count: jax.Array, lanes: jax.Array, jobs: Job
+) -> tuple[Knobs, State]:
+    """Load jobs[i] into lane lanes[i] for i < count[0]; one device's share."""
+
+    def put(i: jax.Array, carry: tuple[Knobs, State]) -> tuple[Knobs, State]:
+        job = jax.tree.map(lambda leaf: leaf[i], jobs)
+        fresh = (job.knobs, load(limits, traces, job))
+        return jax.tree.map(lambda old, new: old.at[lanes[i]].set(new), carry, fresh)
+
+    return lax.fori_loop(0, count[0], put, (knobs, state))
+
+
+@functools.cache
+def compiled(limits: Limits, mesh: Mesh, steps: int) -> tuple[Callable, Callable, Callable]:
+    """The engine's only jits: an empty set of lanes, a refill and a chunk, sharded over the mesh."""
+    lanes, everywhere = Spec(AXIS), Spec()
+
+    def sharded(function: Callable, arguments: tuple, results: Any, donate: tuple[int, ...] = ()) -> Callable:
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
+        return jax.jit(mapped, donate_argnums=donate)
+
+    def blank(traces: Traces, jobs: Job) -> tuple[Knobs, State]:
+        state = jax.vmap(lambda job: load(limits, traces, job))(jobs)
+        return jobs.knobs, state._replace(status=jnp.full_like(state.status, Status.DONE))
+
+    empty = sharded(blank, (everywhere, lanes), lanes)
+    fill = sharded(
+        functools.partial(refill, limits), (everywhere, lanes, lanes, lanes, lanes, lanes), lanes, donate=(1, 2)
+    )
+    events = Spec(None, AXIS)
+    chunk = functools.partial(advance, limits, steps)
+    return empty, fill, sharded(chunk, (everywhere, lanes, everywhere, lanes), (lanes, events), donate=(3,))
+
+
+def run(
+    limits: Limits,
+    traces: Traces,
+    tables: Tables | None,
+    jobs: Job,
+    width: int,
+    devices: list[jax.Device],
+    steps: int = STEPS,
+    on_events: Callable[[Event], None] | None = None,
+) -> Iterator[tuple[int, Outcome]]:
+    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, outcome) as they end."""
+    with x64():
+        mesh = devices_mesh(devices)
+        empty, fill, chunk = compiled(limits, mesh, steps)
+        whole, split = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS))
+        traces, tables, on = jax.device_put((traces, tables, np.bool_(True)), whole)
+        total, waiting = width * len(devices), len(jobs.trace)
+
+        def take(index: np.ndarray) -> Job:
+            return jax.device_put(jax.tree.map(lambda column: column[index], jobs), split)
+
+        knobs, state = empty(traces, take(np.zeros(total, np.int64)))
+        holds = np.full(total, -1)  # the job in each lane
+        queued = 0
+        while True:
+            free = np.flatnonzero(holds < 0)
+            # Spread what is left over the devices.
+            free = free[np.argsort(free % width, kind="stable")][: waiting - queued]
+            if free.size:
+                holds[free] = np.arange(queued, queued + free.size)
+                queued += free.size
+                lanes = np.zeros((len(devices), width), np.int32)
+                order = np.zeros((len(devices), width), np.int64)
+                count = np.zeros(len(devices), np.int32)
+                for device in range(len(devices)):
+                    mine = free[free // width == device]
+                    count[device] = mine.size
+                    lanes[device, : mine.size] = mine % width
+                    order[device, : mine.size] = holds[mine]
+                places = jax.device_put((count, lanes.reshape(-1)), split)
+                knobs, state = fill(traces, knobs, state, *places, take(order.reshape(-1)))
+            if not (holds >= 0).any():
+                return
+            state, events = chunk(on, knobs, tables, state)
+            if on_events is not None:
+                on_events(jax.tree.map(np.asarray, events))
+            status = np.asarray(state.status)
+            ended = np.flatnonzero((holds >= 0) & (status != Status.RUNNING))
+            if ended.size:
+                small = jax.tree.map(np.asarray, state._replace(memory=state.status))
+                memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
+                outcomes = []
+                for lane in ended:
+                    scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)
+                    outcomes.append((int(holds[lane]), Outcome(memories[lane // width][lane % width].copy(), scalars)))
+                holds[ended] = -1
+                del memories
+                yield from outcomes
+
+
+def _in_order(array: jax.Array) -> list[Any]:
+    return sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)

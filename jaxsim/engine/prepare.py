@@ -1,0 +1,206 @@
+"""From lists of requests and settings to the arrays of the engine."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxsim.engine.cost import Cost, CostTable
+from jaxsim.engine.lanes import Job, Traces
+from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
+from jaxsim.engine.leap import MOST
+from jaxsim.engine.types import EngineConfig, Requests, picoseconds
+from jaxsim.errors import ConfigError
+
+LATEST_S = 4.0e6  # arrivals must be earlier: times stay far below the int64 limit of 9.2e6 s
+
+
+class Settings(NamedTuple):
+    """What to simulate: columns of one length."""
+
+    requests: Sequence[Requests]
+    engine: Sequence[EngineConfig]
+    cost: Sequence[Cost]
+    clients: Sequence[int | None]
+    stretch: Sequence[float]
+    think_time_s: Sequence[float]
+
+    def at(self, index: Sequence[int]) -> "Settings":
+        columns: Any = ([column[i] for i in index] for column in self)
+        return Settings(*columns)
+
+
+class Prepared(NamedTuple):
+    """Settings as arrays, with the order of arrival of each list of requests."""
+
+    limits: Limits
+    traces: Traces
+    tables: Tables | None
+    jobs: Job
+    orders: list[np.ndarray]  # per trace: [N] caller's index of the k-th request to arrive
+
+
+def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Prepared:
+    """Check and convert settings that share a batching policy. Raises ConfigError."""
+    check(settings)
+    # A closed loop ignores arrival times, so that the same list in another order of arrival is another trace.
+    keys = [(id(listed), count is not None) for listed, count in zip(settings.requests, settings.clients, strict=True)]
+    lists = dict(zip(keys, settings.requests, strict=True))
+    orders = [arrival_order(listed, closed) for (_, closed), listed in lists.items()]
+    place = {key: i for i, key in enumerate(lists)}
+    padded = _grown(max(len(order) for order in orders), 64)
+    traces = Traces(
+        prompt=np.ones((len(lists), padded), np.int32),
+        output=np.ones((len(lists), padded), np.int32),
+        arrival_ps=np.full((len(lists), padded), INFINITE, np.int64),
+    )
+    for i, (listed, order) in enumerate(zip(lists.values(), orders, strict=True)):
+        traces.prompt[i, : len(order)] = np.asarray(listed.prompt_len)[order]
+        traces.output[i, : len(order)] = np.asarray(listed.output_len)[order]
+        traces.arrival_ps[i, : len(order)] = picoseconds(listed.arrival_s)[order]
+
+    engines = settings.engine
+    budget = max(engine.max_num_batched_tokens for engine in engines)
+    seats = max(engine.max_num_seqs for engine in engines)
+    distinct = {id(cost): cost for cost in settings.cost}
+    costs = [cost.table(budget, seats) for cost in distinct.values()]
+    cost_place = {key: i for i, key in enumerate(distinct)}
+    cost_index = [cost_place[id(cost)] for cost in settings.cost]
+    tables = _tables(costs)
+    longest = min(int(traces.output.max()), max(engine.max_model_len for engine in engines))
+    limits = Limits(
+        requests=padded,
+        ring=_ring(longest),
+        phases=max(16, 1 << (max(engine.block_size for engine in engines) - 1).bit_length()),
+        threshold=any(engine.long_prefill_token_threshold > 0 for engine in engines),
+        tables=0 if tables is None else tables.linear_ps.shape[1],
+        closed_loop=statistics or any(settings.clients),
+        statistics=statistics,
+        trace=trace,
+        static=engines[0].batching == "static",
+        fenced=jax.default_backend() == "cpu",
+    )
+    jobs = Job(
+        trace=np.array([place[key] for key in keys], np.int32),
+        stretch=np.array(settings.stretch, np.float64),
+        clients=np.array([count or 0 for count in settings.clients], np.int32),
+        max_model_len=np.array([engine.max_model_len for engine in engines], np.int32),
+        knobs=_knobs(settings, costs, cost_index, leap),
+    )
+    return Prepared(limits, traces, tables, jobs, orders)
+
+
+def arrival_order(requests: Requests, closed: bool) -> np.ndarray:
+    """[N] index of the k-th request to arrive: by time, ties in list order; in a closed loop the list's order."""
+    if closed:
+        return np.arange(len(requests.prompt_len))
+    return np.argsort(np.asarray(requests.arrival_s, np.float64), kind="stable")
+
+
+def check(settings: Settings) -> None:
+    """Raise ConfigError for requests that vLLM would refuse and for impossible times."""
+    longest: dict[tuple[int, int], Requests] = {}
+    latest: dict[int, float] = {}
+    for requests, engine, _, clients, stretch, think_time_s in zip(*settings, strict=True):
+        longest[id(requests), engine.max_model_len] = requests
+        if clients is not None and clients < 1:
+            raise ConfigError("clients", clients, "must be at least 1, or None for an open loop")
+        if not stretch > 0:
+            raise ConfigError("stretch", stretch, "must be above 0")
+        if not 0 <= think_time_s < LATEST_S:
+            raise ConfigError("think_time_s", think_time_s, "must be a time in seconds, 0 or more")
+        if clients is None:
+            latest[id(requests)] = max(stretch, latest.get(id(requests), 0.0))
+    for (key, max_model_len), requests in longest.items():
+        _check_requests(requests, max_model_len, latest.get(key))
+
+
+def _check_requests(requests: Requests, max_model_len: int, stretch: float | None) -> None:
+    prompt, output = np.asarray(requests.prompt_len), np.asarray(requests.output_len)
+    arrival = np.asarray(requests.arrival_s, np.float64)
+    if not prompt.size:
+        raise ConfigError("requests", "[]", "must have at least one request")
+    if not prompt.shape == output.shape == arrival.shape or prompt.ndim != 1:
+        shapes = f"{arrival.shape}, {prompt.shape}, {output.shape}"
+        raise ConfigError("requests", shapes, "arrival_s, prompt_len and output_len must be of one length")
+    for name, values in (("prompt_len", prompt), ("output_len", output)):
+        if (bad := np.flatnonzero(values < 1)).size:
+            raise ConfigError(f"requests.{name}[{bad[0]}]", values[bad[0]], "must be at least 1 token")
+    if (bad := np.flatnonzero(prompt >= max_model_len)).size:
+        allowed = f"must be below max_model_len={max_model_len}; vLLM refuses the request"
+        raise ConfigError(f"requests.prompt_len[{bad[0]}]", prompt[bad[0]], allowed)
+    if stretch is not None and (bad := np.flatnonzero(~((arrival >= 0) & (arrival * stretch < LATEST_S)))).size:
+        value = arrival[bad[0]] * stretch
+        raise ConfigError(f"requests.arrival_s[{bad[0]}]", value, f"must be from 0 to {LATEST_S:g} seconds")
+
+
+def _grown(size: int, least: int) -> int:
+    """A size that few others round up to: a power of two, from 1024 on a multiple of 1024."""
+    return max(least, 1 << (size - 1).bit_length()) if size <= 1024 else -(-size // 1024) * 1024
+
+
+def _ring(longest: int) -> int:
+    """Buckets for outputs of up to `longest` tokens: 256, 2048, or a power of two above."""
+    return next(ring for ring in (256, 2048, *(1 << p for p in range(13, 23))) if ring > longest)
+
+
+def _knobs(settings: Settings, costs: list[CostTable], cost_index: list[int], leap: bool) -> Knobs:
+    """The knobs of all simulations, arrays of [J]."""
+    requests, engines = settings.requests, settings.engine
+
+    def column(name: str, kind: type = np.int32) -> np.ndarray:
+        return np.array([getattr(engine, name) for engine in engines], kind)
+
+    longest: dict[tuple[int, int], int] = {}
+    for listed, engine in zip(requests, engines, strict=True):
+        if (key := (id(listed), engine.max_model_len)) not in longest:
+            prompt = np.asarray(listed.prompt_len)
+            longest[key] = int(np.max(prompt + np.minimum(listed.output_len, engine.max_model_len - prompt)))
+    patience = [longest[id(r), engine.max_model_len] + 64 for r, engine in zip(requests, engines, strict=True)]
+    coefficients = {
+        name: np.array([getattr(cost, name) for cost in costs], np.int64)[cost_index] for name in Knobs._fields[-7:]
+    }
+    columns: dict[str, Any] = {
+        "num_requests": np.array([len(listed.prompt_len) for listed in requests], np.int32),
+        "seats": np.array([engine.max_num_active_seqs or engine.max_num_seqs for engine in engines], np.int32),
+        "slots": column("max_num_seqs"),
+        "budget": column("max_num_batched_tokens"),
+        "blocks": column("num_gpu_blocks") - np.int32(1),
+        "block_size": column("block_size"),
+        "watermark": np.array([int(engine.watermark * engine.num_gpu_blocks) for engine in engines], np.int32),
+        "chunked": column("enable_chunked_prefill", np.bool_),
+        "full_isl": column("scheduler_reserve_full_isl", np.bool_),
+        "threshold": column("long_prefill_token_threshold"),
+        "adaptive": column("long_prefill_token_threshold_adaptive", np.bool_),
+        "patience": np.array(patience, np.int32),
+        "leap": np.full(len(engines), MOST if leap else 0, np.int32),
+        "padding": column("static_padding", np.bool_),
+        "wait_ps": picoseconds(column("static_wait_s", np.float64)),
+        "think_ps": picoseconds(settings.think_time_s),
+        "table": np.array(cost_index, np.int32),
+        **coefficients,
+    }
+    return Knobs(**columns)
+
+
+def _tables(costs: list[CostTable]) -> Tables | None:
+    """The tables of several costs, padded to one length; None if all are plain coefficients."""
+    kinds = ("linear_ps", "decode_base_ps", "decode_ctx_table_ps")
+    lengths = [len(table) for cost in costs for kind in kinds if (table := getattr(cost, kind)) is not None]
+    if not lengths:
+        return None
+    result: Any = np.zeros((len(kinds), len(costs), _grown(max(lengths), 256)), np.int64)
+    for i, kind in enumerate(kinds):
+        for j, cost in enumerate(costs):
+            if (table := getattr(cost, kind)) is not None:
+                result[i, j, : len(table)] = table
+    return Tables(*result)
+
+
+def _unique(values: list[Any]) -> tuple[list[Any], list[int]]:
+    """Distinct objects, by identity, and the place of each value among them."""
+    places: dict[int, int] = {}
+    index = [places.setdefault(id(value), len(places)) for value in values]
+    distinct = {place: value for value, place in zip(values, index, strict=True)}
+    return [distinct[i] for i in range(len(distinct))], index

@@ -1,0 +1,288 @@
+"""The decisions of schedule(): who leaves, which prompt goes on, who is admitted.
+
+The rules are those of vLLM 0.33.0 (v1/core/sched/scheduler.py) under FCFS, where running requests are always ahead of
+waiting ones in the order of arrival. Three things follow:
+- the victim of a preemption is the top of the stack of admissions, and the preempted stand in front of the queue;
+- the requests that cannot get a block are the last ones, so all decodes may be scheduled as one count, before the
+  prompts in progress, and requests are preempted until what remains fits;
+- without a threshold only the last running request can have its prompt in progress, and then it uses up the budget.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsim.engine.blocks import add_phase, blocks_for, quotient, remainder
+from jaxsim.engine.layout import (
+    BELOW,
+    FIT,
+    GENERATED,
+    LINK,
+    NEXT,
+    NONE,
+    OUTPUT,
+    PREV,
+    PROMPT,
+    Knobs,
+    Limits,
+)
+from jaxsim.engine.state import State
+
+
+class Look(NamedTuple):
+    """What a step needs to know of the requests it concerns; read from the memory before anything is decided."""
+
+    active: jax.Array  # bool
+    finishes: jax.Array  # bool: `leaver` is finished
+    leaver: jax.Array  # a finished request, else the one to preempt if need be, or NONE
+    gone: jax.Array  # [ROW], its row
+    prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress, else the head of the queue
+    joiner: jax.Array
+    row: jax.Array  # [ROW], its row
+    arrives_ps: jax.Array  # int64, arrival of the first fresh request
+    arrives_next_ps: jax.Array  # int64, and of the one after it
+    arrived: jax.Array  # fresh requests that have arrived; only with Limits.threshold, else 0
+
+
+class Pass1(NamedTuple):
+    """After a departure and pass 1 over the running requests."""
+
+    more_finish: jax.Array  # bool: another request has finished, the rest must wait
+    preempts: jax.Array  # bool
+    decoding: jax.Array  # bool: the victim was decoding
+    in_prompt: jax.Array  # bool: the victim's prompt was in progress
+    generated: jax.Array  # output tokens of the victim
+    victim_computed: jax.Array
+    continues: jax.Array  # bool: the prompt in progress gets a chunk
+    chunk: jax.Array
+    computed: jax.Array  # its computed tokens before
+    late: jax.Array  # bool: it is a decode row
+    prompt_complete: jax.Array  # bool
+    called: jax.Array
+    begun: jax.Array
+    threshold: jax.Array
+    preempted: jax.Array
+    cursor: jax.Array
+    free: jax.Array
+    decodes: jax.Array
+    context: jax.Array
+    running: jax.Array
+    preempted_head: jax.Array
+    preempted_count: jax.Array
+    newest: jax.Array
+    left: jax.Array
+
+
+class Pass2(NamedTuple):
+    """After pass 2 looked at the head of the waiting queue."""
+
+    admits: jax.Array  # bool
+    tokens: jax.Array  # of the head, if it is admitted
+    refused: jax.Array  # bool: the head waits and does not fit
+    over_budget: jax.Array  # bool: for want of budget, else of blocks
+    wanted: jax.Array  # the head's tokens without regard to the budget
+    joins: jax.Array  # bool: the prompt of `joiner` is complete after this iteration
+    first_token: jax.Array  # bool: it then gets its first token
+    starts_prompt: jax.Array  # bool: the head is admitted with part of its prompt
+    runs: jax.Array  # bool: nothing is left to schedule
+    head_waits: jax.Array  # bool: a request waits after this step
+    arrives_ps: jax.Array  # int64
+    fresh_head: jax.Array
+    preempted_head: jax.Array
+    preempted_count: jax.Array
+    running: jax.Array
+    free: jax.Array
+    left: jax.Array
+    newest: jax.Array
+
+
+def count(condition: jax.Array) -> jax.Array:
+    """1 for true, 0 for false, int32."""
+    return condition.astype(jnp.int32)
+
+
+def cut(tokens: jax.Array, threshold: jax.Array) -> jax.Array:
+    """A prompt's tokens under long_prefill_token_threshold; 0 is no limit."""
+    return jnp.where((threshold > 0) & (tokens > threshold), threshold, tokens)
+
+
+def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
+    """The finish of one request or, if pass 1 does not fit, the preemption of one; otherwise pass 1."""
+    gone, row = look.gone, look.row
+    finishes = look.finishes
+    more_finish = finishes & (gone[NEXT] != NONE)
+    scheduling = look.active & ~more_finish & (~s.begun | look.prompted)
+    finished_context = gone[PROMPT] + gone[OUTPUT] - 1
+    free = s.free + jnp.where(finishes, blocks_for(finished_context, knobs.block_size), 0)
+    decodes = s.decodes - count(finishes)
+    context = s.context - jnp.where(finishes, finished_context, 0)
+    running = s.running - count(finishes)
+    due = due_now(limits, knobs, s, finishes, finished_context)
+    budget = jnp.where(s.begun, s.left, knobs.budget - decodes)
+
+    called, threshold = s.called, s.threshold
+    if limits.threshold:
+        # The threshold holds for all of a schedule() call and counts the requests at its start.
+        requests = running + s.preempted_count + look.arrived
+        share = jnp.where(knobs.adaptive, quotient(knobs.budget, jnp.maximum(requests, 1)), 0)
+        limit = jnp.where((knobs.threshold > 0) & (requests > 1), jnp.maximum(knobs.threshold, share), 0)
+        threshold = jnp.where(called, threshold, limit)
+        called = called | (look.active & ~more_finish)
+        computed, known = ~row[FIT], row[PROMPT] + row[GENERATED]
+    else:
+        computed, known = s.prompt_done, s.prompt_known
+
+    chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
+    chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
+    demand = jnp.where(s.begun, 0, due) + jnp.where(look.prompted, chunk_blocks, 0)
+    fits = demand <= free
+    # Finished requests that are still on the stack are dropped when they come to its top.
+    pops = scheduling & ~finishes & ~fits
+    preempts = pops & (gone[GENERATED] < gone[OUTPUT])
+    passes = scheduling & fits
+
+    # With a threshold the victim may have been counted among the decodes of this very iteration.
+    if limits.threshold:
+        in_prompt = preempts & (gone[FIT] < 0)
+        computed_prompt = ~gone[FIT]
+    else:
+        in_prompt = preempts & (look.leaver == s.prompt_first)
+        computed_prompt = s.prompt_done
+    decoding = preempts & ~in_prompt
+    counted = decoding & s.begun
+    generated = jnp.where(in_prompt, gone[GENERATED], gone[OUTPUT] - (gone[FIT] - s.now))
+    victim_computed = jnp.where(in_prompt, computed_prompt, gone[PROMPT] + generated - 1)
+    victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
+    free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
+
+    begun = s.begun | passes
+    continues = passes & look.prompted & (chunk > 0)
+    left = jnp.where(begun, budget + count(counted) - jnp.where(passes, chunk, 0), s.left)
+    cursor = s.cursor
+    if limits.threshold:
+        cursor = jnp.where(passes & look.prompted, jnp.where(left > 0, row[NEXT], NONE), cursor)
+        cursor = jnp.where(in_prompt & (look.leaver == look.joiner) & look.prompted, NONE, cursor)
+    return Pass1(
+        more_finish=more_finish,
+        preempts=preempts,
+        decoding=decoding,
+        in_prompt=in_prompt,
+        generated=generated,
+        victim_computed=victim_computed,
+        continues=continues,
+        chunk=chunk,
+        computed=computed,
+        late=continues & (row[GENERATED] > 0) & (computed + 1 == known),
+        prompt_complete=continues & (computed + chunk == known),
+        called=called,
+        begun=begun,
+        threshold=threshold,
+        preempted=s.preempted | preempts,
+        cursor=cursor,
+        free=free,
+        decodes=decodes - count(decoding),
+        context=context - jnp.where(decoding, victim_computed, 0),
+        running=running - count(preempts),
+        preempted_head=jnp.where(preempts, look.leaver, s.preempted_head),
+        preempted_count=s.preempted_count + count(preempts),
+        newest=jnp.where(pops, gone[BELOW], s.newest),
+        left=left,
+    )
+
+
+def due_now(limits: Limits, knobs: Knobs, s: State, finishes: jax.Array, finished_context: jax.Array) -> jax.Array:
+    """Blocks that the decodes take in this iteration, without the request that is finished."""
+    phase = remainder(-s.now, knobs.block_size)
+    phases = jnp.arange(limits.phases, dtype=jnp.int32)
+    due = jnp.sum(jnp.where(phases == phase, s.need, 0), dtype=jnp.int32)
+    took = remainder(finished_context, knobs.block_size) == 0
+    return due - count(finishes & took)
+
+
+def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2:
+    """The head of the waiting queue, unless a prompt in progress took its turn in this step."""
+    row = look.row
+    known = row[PROMPT] + row[GENERATED]
+    head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.clock_ps)
+    seat = p.running < knobs.seats
+    attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
+    wanted = cut(known, p.threshold)
+    over_budget = ~knobs.chunked & (wanted > p.left)
+    tokens = jnp.minimum(wanted, p.left)
+    blocks = blocks_for(tokens, knobs.block_size)
+    reserve = jnp.maximum(blocks, jnp.where(knobs.full_isl, blocks_for(known, knobs.block_size), 0))
+    no_room = reserve + jnp.where(p.running > 0, knobs.watermark, 0) > p.free
+    admits = attempt & ~over_budget & ~no_room
+    refused = attempt & ~admits
+    head_complete = admits & (tokens == known)
+    joins = head_complete | p.prompt_complete
+
+    from_preempted = admits & (s.preempted_head != NONE)
+    from_fresh = admits & (s.preempted_head == NONE)
+    preempted_head = jnp.where(from_preempted, row[LINK], p.preempted_head)
+    arrives_ps = jnp.where(from_fresh, look.arrives_next_ps, look.arrives_ps)
+    running = p.running + count(admits)
+    left = p.left - jnp.where(admits, tokens, 0)
+    head_waits = (preempted_head != NONE) | (arrives_ps <= s.clock_ps)
+    more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
+    return Pass2(
+        admits=admits,
+        tokens=tokens,
+        refused=refused,
+        over_budget=over_budget,
+        wanted=wanted,
+        joins=joins,
+        first_token=joins & (row[GENERATED] == 0),
+        starts_prompt=admits & ~head_complete,
+        runs=look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE),
+        head_waits=head_waits,
+        arrives_ps=arrives_ps,
+        fresh_head=s.fresh_head + count(from_fresh),
+        preempted_head=preempted_head,
+        preempted_count=p.preempted_count - count(from_preempted),
+        running=running,
+        free=p.free - jnp.where(admits, blocks, 0),
+        left=left,
+        newest=jnp.where(admits, look.joiner, p.newest),
+    )
+
+
+class Prompts(NamedTuple):
+    """The prompts in progress after a step: a list, or with Limits.threshold off at most one."""
+
+    first: jax.Array
+    last: jax.Array
+    done: jax.Array
+    known: jax.Array
+
+
+def prompts_in_progress(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2) -> Prompts:
+    if not limits.threshold:
+        first = jnp.where(a.starts_prompt, look.joiner, s.prompt_first)
+        return Prompts(
+            first=jnp.where(p.in_prompt | p.prompt_complete, NONE, first),
+            last=s.prompt_last,
+            done=jnp.where(a.starts_prompt, a.tokens, s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
+            known=jnp.where(a.starts_prompt, look.row[PROMPT] + look.row[GENERATED], s.prompt_known),
+        )
+    ends = p.in_prompt | p.prompt_complete
+    before = jnp.where(p.in_prompt, look.gone[PREV], look.row[PREV])
+    after = jnp.where(p.in_prompt, look.gone[NEXT], look.row[NEXT])
+    first = jnp.where(ends & (before == NONE), after, s.prompt_first)
+    last = jnp.where(ends & (after == NONE), before, s.prompt_last)
+    return Prompts(
+        first=jnp.where(a.starts_prompt & (first == NONE), look.joiner, first),
+        last=jnp.where(a.starts_prompt, look.joiner, last),
+        done=s.prompt_done,
+        known=s.prompt_known,
+    )
+
+
+def next_need(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2) -> jax.Array:
+    """Decoding requests by block phase after a step, [P] int32."""
+    gone, row = look.gone, look.row
+    context = jnp.where(look.finishes, gone[PROMPT] + gone[OUTPUT] - 1, p.victim_computed)
+    need = add_phase(s.need, remainder(context - s.now, knobs.block_size), -count(look.finishes | p.decoding))
+    known = row[PROMPT] + row[GENERATED]
+    return add_phase(need, remainder(known - s.now - 1, knobs.block_size), count(a.joins))

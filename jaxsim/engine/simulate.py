@@ -1,0 +1,112 @@
+"""One simulation or many."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsim.engine.cost import Cost
+from jaxsim.engine.lanes import run
+from jaxsim.engine.prepare import Settings, arrival_order, prepare
+from jaxsim.engine.records import simulation
+from jaxsim.engine.replay import Replay, series_of
+from jaxsim.engine.types import EngineConfig, Requests, Simulation
+
+LANES = 256  # per device: fewer and the dispatch of operations dominates, more and their state outgrows the cache
+
+
+def simulate(
+    requests: Requests,
+    engine: EngineConfig,
+    cost: Cost,
+    *,
+    clients: int | None = None,
+    stretch: float = 1.0,
+    think_time_s: float = 0.0,
+    leap: bool = True,
+    trace: bool = False,
+    series: bool = False,
+) -> Simulation:
+    """Simulate one setting.
+
+    Open loop: requests come at `arrival_s * stretch`. With `clients` the loop is closed: that many clients start at
+    time 0, and each takes the next request in list order `think_time_s` after its last one finished. `leap=False`
+    computes every iteration on its own, with the same results. `trace=True` adds `Simulation.iterations`, a row per
+    iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
+    Raises ConfigError for requests that vLLM would refuse.
+    """
+    replay = Replay() if trace or series else None
+    settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
+    sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
+    if replay is None:
+        return sole
+    rows = replay.rows(arrival_order(requests, clients is not None), sole)
+    more: dict[str, Any] = {"iterations": rows if trace else []}
+    more["series"] = series_of(rows, engine.num_gpu_blocks - 1) if series else None
+    return Simulation(**{**vars(sole), **more})
+
+
+def simulate_many(
+    requests: Requests | Sequence[Requests],
+    engine: EngineConfig | Sequence[EngineConfig],
+    cost: Cost | Sequence[Cost],
+    *,
+    clients: int | None | Sequence[int | None] = None,
+    stretch: float | Sequence[float] = 1.0,
+    think_time_s: float | Sequence[float] = 0.0,
+    leap: bool = True,
+    statistics: bool = True,
+    on_done: Callable[[int, Simulation], None] | None = None,
+    lanes: int | None = None,
+) -> list[Simulation]:
+    """Simulate many settings at once, on all local devices.
+
+    Each of requests, engine, cost, clients, stretch and think_time_s is one value or a sequence; sequences have one
+    common length, the number of simulations. `on_done(index, simulation)` is called as each ends. Without `statistics`
+    only the per-request records and the counts that come with them are kept, the rest of `Totals` is NaN.
+    `lanes` is the number of simulations that a device steps together; given, it makes calls of any length share one
+    compiled program.
+    """
+    arguments: list[Any] = [requests, engine, cost, clients, stretch, think_time_s]
+    many = [isinstance(value, Sequence | np.ndarray) and not isinstance(value, Requests) for value in arguments]
+    lengths = {len(value) for value, is_many in zip(arguments, many, strict=True) if is_many}
+    if len(lengths) > 1:
+        raise ValueError(f"simulate_many got sequences of different lengths: {sorted(lengths)}")
+    length = lengths.pop() if lengths else 1
+    if length == 0:
+        return []
+    columns = [list(value) if is_many else [value] * length for value, is_many in zip(arguments, many, strict=True)]
+    return _run(Settings(*columns), leap, statistics, on_done, lanes, None)
+
+
+def _run(
+    settings: Settings,
+    leap: bool,
+    statistics: bool,
+    on_done: Callable[[int, Simulation], None] | None,
+    width: int | None,
+    replay: Replay | None,
+) -> list[Simulation]:
+    results: list[Any] = [None] * len(settings.engine)
+    # Static and continuous batching are different programs.
+    for batching in ("continuous", "static"):
+        index = [i for i, engine in enumerate(settings.engine) if engine.batching == batching]
+        if not index:
+            continue
+        limits, traces, tables, jobs, orders = prepare(settings.at(index), leap, statistics, replay is not None)
+        devices = jax.local_devices()
+        if width is None:
+            devices = devices[: 1 if replay is not None or len(index) < len(devices) else None]
+            share = -(-len(index) // len(devices))
+            lanes = min(LANES, 1 << (share - 1).bit_length())
+        else:
+            lanes = width
+        on_events = None if replay is None else replay.add
+        for i, outcome in run(limits, traces, tables, jobs, lanes, devices, on_events=on_events):
+            place, order = index[i], orders[int(jobs.trace[i])]
+            closed = settings.clients[place] is not None
+            results[place] = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
+            if on_done is not None:
+                on_done(place, results[place])
+    return results

@@ -1,0 +1,123 @@
+"""The changing part of one simulation."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsim.engine.layout import (
+    GENERATED,
+    INFINITE,
+    NONE,
+    OUTPUT,
+    PREEMPTIONS,
+    PROMPT,
+    RECOMPUTED,
+    ROW,
+    Knobs,
+    Limits,
+    split_time,
+)
+from jaxsim.engine.statistics import Statistics
+from jaxsim.engine.types import Status
+
+
+class State(NamedTuple):
+    """Scalars are int32 unless noted. The fields after `left` hold the iteration that is being scheduled."""
+
+    memory: jax.Array  # [Limits.memory] int32: requests, arrivals, log, calendar
+    tops: jax.Array  # [Limits.tops] int32, upper level of the calendar's bitmap
+    need: jax.Array  # [P] int32, decoding requests by block phase
+    clock_ps: jax.Array  # int64
+    now: jax.Array  # iterations so far
+    free: jax.Array  # blocks
+    decodes: jax.Array  # running requests that decode
+    context: jax.Array  # sum of their computed tokens
+    running: jax.Array
+    fresh_head: jax.Array  # the first request that was never scheduled
+    preempted_head: jax.Array  # the preempted request at the head of the queue, or NONE
+    preempted_count: jax.Array
+    newest: jax.Array  # the running request admitted last, or a finished one above it, or NONE
+    prompt_first: jax.Array  # the (first) running request whose prompt is in progress, or NONE
+    prompt_last: jax.Array  # the last one; only with Limits.threshold
+    prompt_done: jax.Array  # its computed tokens; only without Limits.threshold
+    prompt_known: jax.Array  # and the tokens to compute
+    log_size: jax.Array  # iterations so far in which some request got its first token
+    arrivals_known: jax.Array  # in a closed loop, the number of requests sent so far
+    barren: jax.Array  # iterations since the last token
+    status: jax.Array
+    iterations: jax.Array
+    scan_steps: jax.Array
+    called: jax.Array  # bool: schedule() has begun, `threshold` is fixed
+    begun: jax.Array  # bool: the decoding requests are scheduled
+    preempted: jax.Array  # bool: this schedule() has preempted
+    threshold: jax.Array  # tokens per prompt in this schedule(), 0 for no limit
+    cursor: jax.Array  # next prompt in progress to schedule, or NONE
+    left: jax.Array  # token budget
+    prefill_tokens: jax.Array
+    prefill_rows: jax.Array
+    prefill_context: jax.Array  # sum of computed + n
+    pairs: jax.Array  # int64, sum of n * computed + n * (n + 1) / 2
+    late_decodes: jax.Array  # resumed requests that lack one token: decode rows
+    late_context: jax.Array
+    joined: jax.Array  # requests that decode from the next iteration on
+    joined_context: jax.Array
+    joined_fresh: jax.Array  # bool: one of them gets its first token
+    statistics: Statistics
+
+
+class Event(NamedTuple):
+    """What a step did, for a trace; scalars, int32 unless noted, NONE for no request."""
+
+    finished: jax.Array
+    preempted: jax.Array
+    continued: jax.Array  # a prompt in progress, and its tokens
+    continued_tokens: jax.Array
+    admitted: jax.Array  # from the waiting queue, and its tokens
+    admitted_tokens: jax.Array
+    ran: jax.Array  # bool: the iteration is complete (also an empty one that preempted)
+    start_ps: jax.Array  # int64
+    duration_ps: jax.Array  # int64
+    running: jax.Array
+    waiting: jax.Array
+    prefill_tokens: jax.Array
+    decodes: jax.Array
+    context: jax.Array
+    free: jax.Array
+
+
+def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: jax.Array, knobs: Knobs) -> State:
+    """The state before the first event.
+
+    prompt, output: [N] int32, output capped by max_model_len; arrival_ps: [N] int64, ascending, INFINITE where unknown
+    or beyond num_requests.
+    """
+    rows = jnp.full((limits.requests + 1, ROW), NONE, jnp.int32)
+    rows = rows.at[:-1, PROMPT].set(prompt).at[:-1, OUTPUT].set(output)
+    rows = rows.at[:, PREEMPTIONS].set(0).at[:, RECOMPUTED].set(0).at[:, GENERATED].set(0)
+    arrivals = jnp.concatenate([arrival_ps, jnp.full(2, INFINITE, jnp.int64)])
+    memory = jnp.concatenate(
+        [
+            rows.reshape(-1),
+            jnp.stack(split_time(arrivals), axis=1).reshape(-1),
+            jnp.full(2 * limits.requests + limits.ring, NONE, jnp.int32),
+            jnp.zeros(limits.memory - limits.words, jnp.int32),
+        ]
+    )
+    zero, none, false = jnp.int32(0), jnp.int32(NONE), jnp.bool_(False)
+    known = jnp.sum(arrival_ps < INFINITE, dtype=jnp.int32)
+    fields: dict[str, Any] = dict.fromkeys(State._fields, zero)
+    fields |= dict.fromkeys(["preempted_head", "newest", "prompt_first", "prompt_last", "cursor"], none)
+    fields |= dict.fromkeys(["called", "begun", "preempted", "joined_fresh"], false)
+    fields |= {
+        "memory": memory,
+        "tops": jnp.zeros(limits.tops, jnp.int32),
+        "need": jnp.zeros(limits.phases, jnp.int32),
+        "clock_ps": jnp.int64(0),
+        "free": knobs.blocks,
+        "arrivals_known": known,
+        "status": jnp.int32(Status.RUNNING),
+        "pairs": jnp.int64(0),
+        "statistics": Statistics.zero(),
+    }
+    return State(**fields)

@@ -1,0 +1,488 @@
+"""One event of continuous batching: a finish or a preemption, an admission, an iteration and a leap.
+
+A step does at most one of each; what cannot be done in it is left to the next, with the clock standing still. So an
+iteration takes as many steps as it has finishes, preemptions, admissions or prompts in progress, and the iterations
+after it up to the next event take none.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsim.engine import leap
+from jaxsim.engine.blocks import blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.calendar import bit, mark_word, next_completion
+from jaxsim.engine.fence import fence
+from jaxsim.engine.layout import (
+    BELOW,
+    FIRST_SCHEDULED,
+    FIRST_TOKEN,
+    FIT,
+    GENERATED,
+    INFINITE,
+    LAST_TOKEN,
+    LINK,
+    NEXT,
+    NONE,
+    OUTPUT,
+    PREEMPTIONS,
+    PREV,
+    PROMPT,
+    RECOMPUTED,
+    ROW,
+    WINDOW,
+    Knobs,
+    Limits,
+    Tables,
+    arrivals,
+    arrived_by,
+    join_time,
+    read_cell,
+    read_row,
+    split_time,
+    write_cells,
+    write_windows,
+)
+from jaxsim.engine.schedule import (
+    Look,
+    Pass1,
+    Pass2,
+    Prompts,
+    admit,
+    count,
+    depart,
+    next_need,
+    prompts_in_progress,
+)
+from jaxsim.engine.state import Event, State
+from jaxsim.engine.statistics import Stretch, bin_end
+from jaxsim.engine.types import Status
+
+
+class Words(NamedTuple):
+    """The calendar's bitmap where this step changes it."""
+
+    clears: jax.Array  # bool: a bucket becomes empty
+    clear_word: jax.Array
+    cleared: jax.Array
+    set_word: jax.Array
+    marked: jax.Array
+    tops: jax.Array  # [Limits.tops]
+
+
+class Iteration(NamedTuple):
+    """The iteration that is complete with this step, if one is, and the state after it."""
+
+    works: jax.Array  # bool: it schedules tokens
+    duration_ps: jax.Array  # int64, 0 unless `works`
+    end_ps: jax.Array  # int64
+    now: jax.Array
+    decodes: jax.Array
+    context: jax.Array
+    chunk: jax.Array  # of the prompt in progress in each iteration of a leap, or 0
+    first_ps: jax.Array  # int64, time of the next iteration if nothing changes
+    slope_ps: jax.Array  # int64, by which each further one is longer
+
+
+class Leap(NamedTuple):
+    """Iterations like the last one, after it."""
+
+    iterations: jax.Array
+    before_arrival: jax.Array  # of them, those that start before the next arrival; too many if it is not awaited
+    time_ps: jax.Array  # int64
+    blocks: jax.Array
+    full: jax.Array  # bool: no seat is free
+    queued: jax.Array  # bool: a request waits at the start
+
+
+def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None) -> Look:
+    """Who is concerned: a finished request or the next victim, and a prompt in progress or the head of the queue."""
+    active = s.status == Status.RUNNING
+    if settle_row is not None:
+        # Gaps of requests that resumed in the last iteration are counted one a step, before their rows change.
+        active = active & ((s.statistics.settle == NONE) | (settle_row[LINK] == NONE))
+    finisher = read_cell(s.memory, limits.buckets + (s.now & (limits.ring - 1)))
+    finishes = active & (finisher != NONE)
+    leaver = jnp.where(finishes, finisher, s.newest)
+    prompt = jnp.where(s.begun, s.cursor, s.prompt_first)
+    head = jnp.where(s.preempted_head != NONE, s.preempted_head, s.fresh_head)
+    joiner = jnp.where(prompt != NONE, prompt, head)
+    arrives_ps, arrives_next_ps = arrivals(limits, s.memory, s.fresh_head)
+    if limits.closed_loop:
+        returns = finishes & (s.arrivals_known < knobs.num_requests)
+        back_ps = s.clock_ps + knobs.think_ps
+        arrives_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head), back_ps, arrives_ps)
+        arrives_next_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head + 1), back_ps, arrives_next_ps)
+    return Look(
+        active=active,
+        finishes=finishes,
+        leaver=leaver,
+        gone=read_row(s.memory, leaver),
+        prompted=prompt != NONE,
+        joiner=joiner,
+        row=read_row(s.memory, joiner),
+        arrives_ps=arrives_ps,
+        arrives_next_ps=arrives_next_ps,
+        arrived=arrived_by(limits, s.memory, s.fresh_head, s.clock_ps) if limits.threshold else jnp.int32(0),
+    )
+
+
+def collect(s: State, look: Look, p: Pass1, a: Pass2) -> dict[str, jax.Array]:
+    """The iteration as scheduled so far, by field of State."""
+    known = look.row[PROMPT] + look.row[GENERATED]
+    tokens = jnp.where(a.admits, a.tokens, p.chunk)
+    before = jnp.where(a.admits, 0, p.computed)
+    scheduled = a.admits | (p.continues & ~p.late)
+    n = tokens.astype(jnp.int64)
+    return {
+        "prefill_tokens": s.prefill_tokens + jnp.where(scheduled, tokens, 0),
+        "prefill_rows": s.prefill_rows + count(scheduled),
+        "prefill_context": s.prefill_context + jnp.where(scheduled, before + tokens, 0),
+        "pairs": s.pairs + jnp.where(scheduled, n * before.astype(jnp.int64) + (n * (n + 1) >> 1), 0),
+        "late_decodes": s.late_decodes + count(p.late),
+        "late_context": s.late_context + jnp.where(p.late, p.computed + 1, 0),
+        "joined": s.joined + count(a.joins),
+        "joined_context": s.joined_context + jnp.where(a.joins, known, 0),
+        "joined_fresh": s.joined_fresh | a.first_token,
+    }
+
+
+def mark_calendar(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2, fit_bucket: jax.Array) -> Words:
+    """The bitmap without the bucket that a departure empties and with the one that a request enters."""
+    gone = look.gone
+    bucket = jnp.where(look.finishes, s.now, gone[FIT]) & (limits.ring - 1)
+    lone = (gone[PREV] == NONE) & (gone[NEXT] == NONE)
+    clears = (look.finishes | p.decoding) & lone
+    clear_word, set_word = bucket >> 5, fit_bucket >> 5
+    cleared = read_cell(s.memory, limits.words + clear_word)
+    cleared = jnp.where(clears, cleared & ~bit(bucket), cleared)
+    marked = read_cell(s.memory, limits.words + set_word)
+    marked = jnp.where(set_word == clear_word, cleared, marked)
+    marked = jnp.where(a.joins, marked | bit(fit_bucket), marked)
+    tops = mark_word(s.tops, clear_word, clears & (cleared == 0), jnp.bool_(False))
+    tops = mark_word(tops, set_word, a.joins, jnp.bool_(True))
+    return Words(clears, clear_word, cleared, set_word, marked, tops)
+
+
+def iterate(
+    knobs: Knobs, tables: Tables | None, s: State, p: Pass1, a: Pass2, prompts: Prompts, c: dict[str, jax.Array]
+) -> Iteration:
+    """The iteration, and the time of those after it as long as nothing changes."""
+    works = a.runs & (a.left < knobs.budget)
+    batch = leap.Batch(
+        p.decodes + c["late_decodes"],
+        p.context + p.decodes + c["late_context"],
+        c["prefill_tokens"],
+        c["prefill_rows"],
+        c["prefill_context"],
+        c["pairs"],
+    )
+    duration_ps, _ = leap.iteration_time(knobs, tables, batch)
+    duration_ps = jnp.where(works, duration_ps, 0)
+    decodes = p.decodes + jnp.where(works, c["joined"], 0)
+    context = p.context + jnp.where(works, p.decodes + c["joined_context"], 0)
+
+    # Without a threshold a prompt in progress takes all that the decodes leave of the budget.
+    in_progress = prompts.first != NONE
+    chunk = jnp.where(in_progress, knobs.budget - decodes, 0)
+    n = chunk.astype(jnp.int64)
+    steady = leap.Batch(
+        decodes,
+        context + decodes,
+        chunk,
+        count(in_progress),
+        jnp.where(in_progress, prompts.done + chunk, 0),
+        n * prompts.done.astype(jnp.int64) + (n * (n + 1) >> 1),
+    )
+    first_ps, per_context_ps = leap.iteration_time(knobs, tables, steady)
+    slope_ps = per_context_ps * decodes.astype(jnp.int64) + (knobs.prefill_ctx_ps + knobs.pair_ps * n) * n
+    return Iteration(
+        works=works,
+        duration_ps=duration_ps,
+        end_ps=s.clock_ps + duration_ps,
+        now=s.now + count(works),
+        decodes=decodes,
+        context=context,
+        chunk=chunk,
+        first_ps=first_ps,
+        slope_ps=slope_ps,
+    )
+
+
+def bound_leap(
+    limits: Limits, knobs: Knobs, s: State, p: Pass1, a: Pass2, prompts: Prompts, i: Iteration, completion: jax.Array,
+    pending: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Iterations that may follow at once, whether only they count (and not an arrival), and whether a request waits."""
+    in_progress = prompts.first != NONE
+    full = a.running >= knobs.seats
+    # Blocks only shrink, so a head that was refused for want of blocks stays refused.
+    stays_refused = a.refused & (~a.over_budget | (a.wanted > knobs.budget - i.decodes))
+    blocked = full | in_progress | stays_refused
+    queued = (a.preempted_head != NONE) | (a.arrives_ps <= i.end_ps)
+    rest = quotient(prompts.known - prompts.done - 1, jnp.maximum(i.chunk, 1))
+    bound = jnp.where(in_progress, jnp.minimum(completion, rest), jnp.where(i.decodes > 0, completion, 0))
+    bound = jnp.minimum(bound, leap.fitting(a.free, i.decodes, i.chunk, knobs.block_size))
+    bound = jnp.minimum(bound, knobs.leap)
+    stop = ~i.works | (queued & ~blocked)
+    if limits.threshold:
+        stop = stop | in_progress
+    if limits.statistics:
+        # Stop where the ITL bin changes, where 90 % of the blocks are passed and where a resumed request's gap is to be
+        # counted; the growth of a prompt's blocks has no closed form.
+        bound = jnp.minimum(bound, leap.below(i.first_ps, i.slope_ps, bin_end(i.first_ps)))
+        mark = a.free - blocks_for(knobs.blocks, jnp.int32(10))
+        passing = leap.fitting(mark, i.decodes, i.chunk, knobs.block_size)
+        bound = jnp.where(mark >= 0, jnp.minimum(bound, passing), bound)
+        stop = stop | in_progress | (pending != NONE)
+    return jnp.where(stop, 0, bound), blocked, queued
+
+
+def leap_on(
+    knobs: Knobs, a: Pass2, prompts: Prompts, i: Iteration, need: jax.Array, bound: jax.Array, blocked: jax.Array,
+    queued: jax.Array,
+) -> Leap:  # fmt: skip
+    before_arrival = leap.started_before(i.first_ps, i.slope_ps, a.arrives_ps - i.end_ps, bound)
+    leaps = jnp.where(blocked, bound, before_arrival)
+    blocks = blocks_taken(need, remainder(-i.now, knobs.block_size), leaps, knobs.block_size)
+    held = blocks_for(prompts.done, knobs.block_size)
+    grown = blocks_for(prompts.done + leaps * i.chunk, knobs.block_size) - held
+    return Leap(
+        iterations=leaps,
+        before_arrival=before_arrival,
+        time_ps=leap.span(i.first_ps, i.slope_ps, leaps),
+        blocks=blocks + jnp.where(i.chunk > 0, grown, 0),
+        full=a.running >= knobs.seats,
+        queued=queued,
+    )
+
+
+def write(
+    limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2, i: Iteration, words: Words,
+    below_in_bucket: jax.Array, leaps: jax.Array, pending_before: jax.Array | None, joined_fresh: jax.Array,
+) -> jax.Array:  # fmt: skip
+    """The memory after the step: two half rows and a dozen single cells."""
+    pick = jnp.where
+    gone, row = look.gone, look.row
+    fit = s.now + row[OUTPUT] - row[GENERATED]
+    fit_bucket = fit & (limits.ring - 1)
+    # No write may overtake a read of this step, or XLA copies the memory: those that lead to `leaps` come first.
+    nothing = jnp.minimum(leaps, 0)
+    sink_row = limits.requests * ROW + nothing
+    clock_low, clock_high = split_time(s.clock_ps)
+    knows_last = p.decoding | look.finishes
+    departure = jnp.stack(
+        [
+            pick(knows_last, clock_low, gone[LAST_TOKEN]),
+            pick(knows_last, clock_high, gone[LAST_TOKEN + 1]),
+            gone[PREEMPTIONS] + count(p.preempts),
+            gone[RECOMPUTED] + pick(p.preempts, p.victim_computed, 0),
+            pick(look.finishes, gone[OUTPUT], p.generated),
+            gone[PROMPT],
+            gone[OUTPUT],
+            pick(p.preempts, s.preempted_head, gone[LINK]),
+        ]
+    )
+    opens = a.admits & (row[PREEMPTIONS] == 0)
+    place = [below_in_bucket, jnp.int32(NONE), fit]
+    enters = a.joins
+    if limits.threshold:
+        enters = enters | a.admits | p.continues
+        in_list = [pick(a.admits, NONE, row[NEXT]), pick(a.starts_prompt, s.prompt_last, row[PREV])]
+        in_list += [~pick(a.admits, a.tokens, p.computed + p.chunk)]
+        place = [pick(a.joins, calendar, prompt) for calendar, prompt in zip(place, in_list, strict=True)]
+    enters = enters | a.admits
+    entry = jnp.stack(
+        [
+            *place,
+            pick(a.admits, p.newest, row[BELOW]),
+            pick(opens, clock_low, row[FIRST_SCHEDULED]),
+            pick(opens, clock_high, row[FIRST_SCHEDULED + 1]),
+            pick(a.first_token, s.log_size, row[FIRST_TOKEN]),
+            row[FIRST_TOKEN + 1],
+        ]
+    )
+    departs = look.finishes | p.preempts
+    starts = [pick(departs, look.leaver * ROW, sink_row) + WINDOW, pick(enters, look.joiner * ROW, sink_row)]
+    memory = write_windows(s.memory, starts, [departure, entry])
+
+    end_low, end_high = split_time(i.end_ps)
+    logs = i.works & joined_fresh
+    log = limits.log + 2 * s.log_size + nothing
+    scheduled = look.finishes | p.decoding
+    unlinks = scheduled | p.in_prompt if limits.threshold else scheduled
+    bucket = limits.buckets + (pick(look.finishes, s.now, gone[FIT]) & (limits.ring - 1))
+    follows = gone[PREV] != NONE
+    same_word = a.joins & (words.set_word == words.clear_word)
+    cells = [
+        (unlinks & (scheduled | follows), pick(follows, gone[PREV] * ROW + NEXT, bucket), gone[NEXT]),
+        (unlinks & (gone[NEXT] != NONE), gone[NEXT] * ROW + PREV, gone[PREV]),
+        (words.clears & ~same_word, limits.words + words.clear_word, words.cleared),
+        (a.joins, limits.buckets + fit_bucket, look.joiner),
+        (a.joins & (below_in_bucket != NONE), below_in_bucket * ROW + PREV, look.joiner),
+        (a.joins, limits.words + words.set_word, words.marked),
+        (logs, log, end_low),
+        (logs, log + 1, end_high),
+    ]
+    if limits.closed_loop:
+        returns = look.finishes & (s.arrivals_known < knobs.num_requests)
+        back_low, back_high = split_time(s.clock_ps + knobs.think_ps)
+        back = limits.arrivals + 2 * s.arrivals_known
+        cells += [(returns, back, back_low), (returns, back + 1, back_high)]
+    if limits.threshold:
+        neighbour = pick(a.starts_prompt, s.prompt_last, row[PREV])
+        relinks = (p.prompt_complete | a.starts_prompt) & (neighbour != NONE)
+        cells += [
+            (relinks, neighbour * ROW + NEXT, pick(a.starts_prompt, look.joiner, row[NEXT])),
+            (p.prompt_complete & (row[NEXT] != NONE), row[NEXT] * ROW + PREV, row[PREV]),
+        ]
+    if pending_before is not None:
+        cells += [(a.joins & ~a.first_token, look.joiner * ROW + LINK, pending_before)]
+    return write_cells(memory, limits.sinks, cells)
+
+
+def step(
+    limits: Limits, knobs: Knobs, tables: Tables | None, s: State, on: jax.Array | None
+) -> tuple[State, Event | None]:
+    """The next event of one simulation; a simulation that has ended stays as it is."""
+    settle_row = read_row(s.memory, s.statistics.settle) if limits.statistics else None
+    look = look_up(limits, knobs, s, settle_row)
+    small = s._replace(memory=jnp.int32(0))
+
+    p = fence(on, lambda: depart(limits, knobs, small, look))
+    a = fence(on, lambda: admit(limits, knobs, small, look, p))
+    fit_bucket = (s.now + look.row[OUTPUT] - look.row[GENERATED]) & (limits.ring - 1)
+    below_in_bucket = read_cell(s.memory, limits.buckets + fit_bucket)
+    words = mark_calendar(limits, s, look, p, a, fit_bucket)
+
+    def complete() -> tuple[Prompts, dict[str, jax.Array], jax.Array, Iteration]:
+        prompts = prompts_in_progress(limits, small, look, p, a)
+        collected = collect(small, look, p, a)
+        need = next_need(limits, knobs, small, look, p, a)
+        return prompts, collected, need, iterate(knobs, tables, small, p, a, prompts, collected)
+
+    prompts, collected, need, i = fence(on, complete)
+    changed = [(words.set_word, words.marked), (words.clear_word, words.cleared)]
+    completion = next_completion(limits, s.memory, words.tops, changed, i.now)
+    pending = jnp.where(a.joins & ~a.first_token, look.joiner, s.statistics.pending)
+    bound, blocked, queued = fence(on, lambda: bound_leap(limits, knobs, small, p, a, prompts, i, completion, pending))
+    j = fence(on, lambda: leap_on(knobs, a, prompts, i, need, bound, blocked, queued))
+
+    pending_before = s.statistics.pending if limits.statistics else None
+    memory = write(
+        limits, knobs, s, look, p, a, i, words, below_in_bucket, j.iterations, pending_before, collected["joined_fresh"]
+    )
+    statistics, event = s.statistics, None
+    idle = a.runs & ~i.works & ~p.preempted
+    if limits.statistics or limits.trace:
+        # Requests that wait after the (last) schedule() call of this step.
+        last_ps = i.end_ps + leap.span(i.first_ps, i.slope_ps, j.iterations - 1)
+        waiting = a.preempted_count + arrived_by(
+            limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.clock_ps)
+        )
+    if settle_row is not None:
+        gap_ps = s.clock_ps - join_time(settle_row[LAST_TOKEN], settle_row[LAST_TOKEN + 1])
+        left_waiting = i.works & a.head_waits
+        by_seats, by_budget = ~p.preempted & j.full, (a.left == 0) | (a.refused & a.over_budget)
+        counted = count(i.works)
+        done = Stretch(
+            works=i.works,
+            leaps=j.iterations,
+            duration_ps=i.duration_ps,
+            leap_ps=j.time_ps,
+            first_ps=i.first_ps,
+            slope_ps=i.slope_ps,
+            used=knobs.blocks - a.free,
+            used_after=knobs.blocks - a.free + j.blocks,
+            blocks=knobs.blocks,
+            need=need,
+            phase=remainder(-i.now, knobs.block_size),
+            block_size=knobs.block_size,
+            preempted=a.preempted_count,
+            running=a.running,
+            rows=a.running * (counted + j.iterations),
+            waiting=jnp.where(a.runs & ~idle, waiting, 0),
+            tokens=jnp.where(i.works, knobs.budget - a.left, 0) + j.iterations * i.decodes,
+            prefill_tokens=jnp.where(i.works, collected["prefill_tokens"], 0),
+            decodes=jnp.where(i.works, p.decodes, 0),
+            leap_decodes=j.iterations * i.decodes,
+            refused_seats=count(left_waiting & by_seats),
+            refused_budget=count(left_waiting & ~p.preempted & ~j.full & by_budget),
+            refused=count(left_waiting),
+            leap_refused=j.iterations - jnp.where(j.queued, 0, jnp.minimum(j.before_arrival, j.iterations)),
+            leap_by_seats=j.full,
+            leap_by_budget=~j.full & a.over_budget,
+            gap_ps=gap_ps,
+            gaps=count(s.statistics.settle != NONE),
+        )
+        settled = jnp.where(s.statistics.settle == NONE, NONE, settle_row[LINK])
+        statistics = fence(
+            on,
+            lambda: s.statistics.plus(done)._replace(
+                settle=jnp.where(a.runs, pending, settled), pending=jnp.where(a.runs, NONE, pending)
+            ),
+        )
+    if limits.trace:
+        none = jnp.int32(NONE)
+        event = Event(
+            finished=jnp.where(look.finishes, look.leaver, none),
+            preempted=jnp.where(p.preempts, look.leaver, none),
+            continued=jnp.where(p.continues, look.joiner, none),
+            continued_tokens=p.chunk,
+            admitted=jnp.where(a.admits, look.joiner, none),
+            admitted_tokens=a.tokens,
+            ran=a.runs & ~idle,
+            start_ps=s.clock_ps,
+            duration_ps=i.duration_ps,
+            running=a.running,
+            waiting=waiting,
+            prefill_tokens=collected["prefill_tokens"],
+            decodes=p.decodes + collected["late_decodes"],
+            context=p.context + p.decodes + collected["late_context"] + collected["prefill_context"],
+            free=a.free,
+        )
+
+    # An empty schedule: after a preemption try again at once, otherwise wait for the next arrival or stop.
+    over = idle & ~a.head_waits & (a.arrives_ps >= INFINITE)
+    gets_token = i.works & (p.decodes + collected["late_decodes"] + collected["joined"] > 0)
+    fruitless = count(a.runs & ~idle & ~gets_token) + jnp.where(i.decodes > 0, 0, j.iterations)
+    fruitful = gets_token | ((j.iterations > 0) & (i.decodes > 0))
+    barren = jnp.where(fruitful, 0, s.barren + fruitless)
+    stuck = (idle & a.head_waits) | (look.active & (barren > knobs.patience))
+    status = jnp.where(over, jnp.int32(Status.DONE), jnp.where(stuck, jnp.int32(Status.STUCK), s.status))
+    log_size = s.log_size + count(i.works & collected["joined_fresh"])
+    collected = {name: jnp.where(a.runs, jnp.zeros_like(value), value) for name, value in collected.items()}
+    return State(
+        memory=memory,
+        tops=words.tops,
+        need=need,
+        clock_ps=jnp.where(idle & ~a.head_waits & ~over, a.arrives_ps, i.end_ps + j.time_ps),
+        now=i.now + j.iterations,
+        free=a.free - j.blocks,
+        decodes=i.decodes,
+        context=i.context + j.iterations * i.decodes,
+        running=a.running,
+        fresh_head=a.fresh_head,
+        preempted_head=a.preempted_head,
+        preempted_count=a.preempted_count,
+        newest=a.newest,
+        prompt_first=prompts.first,
+        prompt_last=prompts.last,
+        prompt_done=prompts.done + j.iterations * i.chunk,
+        prompt_known=prompts.known,
+        log_size=log_size,
+        arrivals_known=s.arrivals_known + count(look.finishes & (s.arrivals_known < knobs.num_requests)),
+        barren=barren,
+        status=status,
+        iterations=s.iterations + count(i.works) + j.iterations,
+        scan_steps=s.scan_steps + count(s.status == Status.RUNNING),
+        called=p.called & ~a.runs,
+        begun=p.begun & ~a.runs,
+        preempted=p.preempted & ~a.runs,
+        threshold=p.threshold,
+        cursor=jnp.where(a.runs, NONE, p.cursor),
+        left=jnp.where(a.runs, 0, a.left),
+        statistics=statistics,
+        **collected,
+    ), event

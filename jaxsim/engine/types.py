@@ -1,0 +1,174 @@
+"""What goes into a simulation and what comes out, as NumPy arrays and plain numbers.
+
+In the shapes, `N` is the number of requests. Times with the suffix `_ps` are int64 picoseconds since the start of the
+simulation, those with `_s` float64 seconds.
+"""
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxsim.errors import ConfigError
+
+PS_PER_S = 10**12
+NEVER = -1
+LARGEST = 1 << 22  # tokens of one request, blocks of a pool and seats must stay below: quotients are exact in float32
+
+
+class Status(enum.IntEnum):
+    """How a simulation ended."""
+
+    RUNNING = 0
+    DONE = 1
+    STUCK = 2  # requests remain that can never be scheduled, or that preempt and recompute themselves for ever
+
+
+class Requests(NamedTuple):
+    """Requests in the order in which clients send them; ties of `arrival_s` keep this order."""
+
+    arrival_s: Any  # [N] float64, seconds; ignored in a closed loop
+    prompt_len: Any  # [N] int, tokens, >= 1
+    output_len: Any  # [N] int, tokens asked for (vLLM's max_tokens with ignore_eos), >= 1
+    priority: Any = None  # [N] int, lower is served first under policy "priority"
+    segments: Any = None  # per request a list of (stream, start, length): identities of the prompt's tokens
+    output_stream: Any = None  # [N] names of the streams of output tokens
+
+
+UNBUILT = {
+    "enable_prefix_caching": (
+        False,
+        "prefix caching is not modelled; use false (vllm serve --no-enable-prefix-caching)",
+    ),
+    "policy": ("fcfs", "only the policy fcfs is modelled"),
+    "async_scheduling": (False, "async scheduling is not modelled; use false (vllm serve --no-async-scheduling)"),
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """One setting of the server, in vLLM's names. Raises `ConfigError` for a value that vLLM would refuse.
+
+    `num_gpu_blocks` is the total that vLLM prints, with the null block: one less is usable. A pool in which a request
+    of `max_model_len` does not fit is accepted here (vLLM refuses to start): such a simulation runs and may end STUCK.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_gpu_blocks: int
+    max_model_len: int
+    block_size: int = 16
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    enable_prefix_caching: bool = False
+    policy: str = "fcfs"
+    watermark: float = 0.0
+    scheduler_reserve_full_isl: bool = True
+    max_num_active_seqs: int | None = None
+    async_scheduling: bool = False
+    batching: str = "continuous"
+    static_padding: bool = False  # static batching bills every row of a batch until the batch ends
+    static_wait_s: float = 0.0  # static batching waits at most this long, from the head's arrival, for a full batch
+
+    def __post_init__(self) -> None:
+        for key, (built, allowed) in UNBUILT.items():
+            if getattr(self, key) != built:
+                raise ConfigError(f"engine.{key}", getattr(self, key), allowed)
+        positive = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "max_model_len", "block_size"]
+        for key in positive + (["max_num_active_seqs"] if self.max_num_active_seqs is not None else []):
+            value = getattr(self, key)
+            if not 1 <= value < LARGEST or int(value) != value:
+                raise ConfigError(f"engine.{key}", value, f"must be an integer from 1 to {LARGEST - 1}")
+        if self.num_gpu_blocks < 2:
+            raise ConfigError("engine.num_gpu_blocks", self.num_gpu_blocks, "must be at least 2: one is the null block")
+        if not 0 <= self.long_prefill_token_threshold < LARGEST:
+            allowed = "must be 0 (off) or a number of tokens"
+            raise ConfigError("engine.long_prefill_token_threshold", self.long_prefill_token_threshold, allowed)
+        if not 0.0 <= self.watermark <= 1.0:
+            raise ConfigError("engine.watermark", self.watermark, "must be a share of the blocks, from 0 to 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            allowed = f"must be at least max_num_seqs={self.max_num_seqs}"
+            raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            allowed = f"must be at least max_model_len={self.max_model_len} when enable_chunked_prefill=false"
+            raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+        if self.batching not in ("continuous", "static"):
+            raise ConfigError("engine.batching", self.batching, "must be continuous or static")
+        if self.static_wait_s < 0:
+            raise ConfigError("engine.static_wait_s", self.static_wait_s, "must be 0 or a time in seconds")
+
+
+class Totals(NamedTuple):
+    """What one simulation did as a whole. Shares are in 0..1; means are over time, first arrival to last token."""
+
+    iterations: int  # schedule() calls that scheduled tokens
+    scan_steps: int  # steps of the array program that computed them
+    duration_s: float  # first arrival to the end of the last iteration
+    num_preemptions: int
+    recomputed_tokens: int  # tokens whose KV was dropped by preemption
+    scheduled_tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    output_tokens: int
+    kv_usage_mean: float
+    kv_usage_peak: float
+    kv_time_above_90: float  # share of the time with more than 90 % of the blocks in use
+    running_mean: float
+    running_max: int
+    waiting_mean: float
+    waiting_max: int  # right after a schedule() call
+    waiting_growth_rps: float  # requests per second by which the waiting queue grows while requests arrive
+    slot_occupancy: float  # rows in `running` (static: rows still producing) / (max_num_seqs x iterations)
+    budget_use: float  # scheduled tokens / (max_num_batched_tokens x iterations)
+    refused_seats: int  # iterations that left a request waiting because max_num_seqs requests ran
+    refused_kv: int  # ... because its KV blocks did not fit, or a running request was preempted
+    refused_budget: int  # ... because the token budget was used up
+    itl_histogram: np.ndarray  # [bins] int64, gaps between the tokens of a request; edges: `itl_edges_s()`
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """The outcome of one simulation; arrays are in the caller's order of requests."""
+
+    arrival_ps: np.ndarray  # [N] int64
+    first_scheduled_ps: np.ndarray  # [N] int64, NEVER where it did not happen; so the next two
+    first_token_ps: np.ndarray
+    finish_ps: np.ndarray
+    prompt_len: np.ndarray  # [N] int32
+    output_tokens: np.ndarray  # [N] int32, tokens produced
+    num_preemptions: np.ndarray  # [N] int32
+    recomputed_tokens: np.ndarray  # [N] int32
+    hit_tokens: np.ndarray  # [N] int32, prompt tokens found in the prefix cache
+    status: Status
+    totals: Totals
+    closed_loop: bool = False
+    iterations: list = field(default_factory=list)  # rows in the golden columns, with trace=True; times in ps
+    series: np.ndarray | None = None  # with series=True: a structured array, one element per iteration
+
+    @property
+    def arrival_s(self) -> np.ndarray:
+        return seconds(self.arrival_ps)
+
+    @property
+    def first_scheduled_s(self) -> np.ndarray:
+        return seconds(self.first_scheduled_ps)
+
+    @property
+    def first_token_s(self) -> np.ndarray:
+        return seconds(self.first_token_ps)
+
+    @property
+    def finish_s(self) -> np.ndarray:
+        return seconds(self.finish_ps)
+
+
+def seconds(time_ps: np.ndarray) -> np.ndarray:
+    """Seconds of a time in picoseconds, NaN for NEVER; any shape, float64."""
+    return np.where(time_ps == NEVER, np.nan, time_ps / PS_PER_S)
+
+
+def picoseconds(time_s: Any) -> np.ndarray:
+    """Nearest picosecond of a time in seconds; any shape, int64."""
+    return np.rint(np.asarray(time_s, np.float64) * PS_PER_S).astype(np.int64)

@@ -1,0 +1,20 @@
+"""Strict JAX for every test, and the folder of outside data."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_num_cpu_devices", 2)  # so that sharding is exercised
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def data() -> Path:
+    """The folder that $JAXSIM_DATA names, with traces/, measured/ and vllm/cases/; the test skips without it."""
+    folder = os.environ.get("JAXSIM_DATA")
+    if not folder:
+        pytest.skip("JAXSIM_DATA is not set: no traces or measurements to test against")
+    return Path(folder)

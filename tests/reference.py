@@ -1,0 +1,506 @@
+"""A slow simulator of the scheduler in plain Python: the oracle for the engine.
+
+Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), FCFS, synchronous, without
+prefix caching; static batching to compare with; open and closed loop. Every iteration visits every running request.
+All times are integer picoseconds, all arithmetic is Python's: nothing rounds, nothing overflows.
+
+Where the rules leave room, this is what is meant:
+- A pool too small for a request can make it preempt and recompute itself for ever. Progress is a sampled token, or a
+  chunk that takes a request further than it ever was. The oldest running request advances in each iteration until it
+  samples, so a run that can go on progresses at least once in max(P + O) iterations; STUCK is declared after
+  4 * requests + 1000 + max(P + O) rows without progress.
+- With `static_padding`, n_decode, ctx_sum and totals.decode_tokens count the rows billed; `sched` lists those that
+  still produce.
+- In static batching a request is first scheduled when its own first chunk is, admitted when its batch starts.
+- max_iters bounds the number of rows (zero-duration rows included); a run that needs more is TRUNCATED.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """One simulation. `engine` and `cost` have the attributes of EngineConfig and CostTable of the engine."""
+
+    arrivals_ps: list[int]  # [N], any order
+    prompts: list[int]  # [N] tokens, 1 <= P < max_model_len
+    outputs: list[int]  # [N] tokens, >= 1; min(O, max_model_len - P) are produced
+    engine: Any
+    cost: Any
+    clients: int | None = None  # closed loop with so many clients; arrivals_ps is ignored
+    think_ps: int = 0  # from a client's finish to its next request
+
+
+class Totals(NamedTuple):
+    """Exact sums over iterations (schedule() calls with tokens), all counts taken right after schedule()."""
+
+    iterations: int
+    t0: int  # first arrival
+    t1: int  # end of the last iteration
+    prefill_tokens: int
+    decode_tokens: int
+    kv_block_ps: int  # blocks in use x duration
+    kv_peak_blocks: int
+    above_90_ps: int  # time with more than 90 % of the usable blocks in use
+    running_max: int
+    running_ps: int  # running requests x duration
+    waiting_max: int  # zero-duration rows included
+    waiting_ps: int  # requests x time between arrival or preemption and being scheduled (or t1)
+    slot_rows: int  # running requests; static: those not finished
+    num_preemptions: int
+    recomputed_tokens: int  # tokens that victims had computed
+    refused_seats: int  # iterations that left somebody waiting, by reason
+    refused_budget: int
+    refused_kv: int
+    itl: dict[int, int]  # bin (see itl_bin) -> output tokens after a request's first
+
+
+class Result(NamedTuple):
+    iters: list[list[Any]]  # golden columns, times in ps
+    reqs: list[list[Any]]  # golden columns, times in ps, None for never
+    status: str  # DONE, STUCK or TRUNCATED
+    recomputed: list[int]  # [N] tokens
+    totals: Totals
+
+
+@dataclass(eq=False)
+class Request:
+    rid: int
+    prompt: int
+    output: int  # tokens it will produce
+    arrival: int | None  # None: its client has not sent it
+    computed: int = 0  # tokens with KV
+    out: int = 0  # tokens sampled
+    held: int = 0  # KV blocks
+    furthest: int = 0  # largest `computed` so far
+    waiting_since: int | None = None
+    first_sched: int | None = None
+    first_token: int | None = None
+    last_token: int = 0
+    finish: int | None = None
+    preemptions: int = 0
+    recomputed: int = 0
+    hit_first: int | None = None
+    hit_resumed: int = 0
+
+    @property
+    def known(self) -> int:
+        return self.prompt + self.out
+
+    @property
+    def done(self) -> bool:
+        return self.out >= self.output
+
+
+class Row(NamedTuple):
+    """One request's part in an iteration."""
+
+    request: Request
+    n: int
+    computed: int  # before the iteration
+    decode: bool
+    samples: bool
+
+
+@dataclass
+class Step:
+    """What one schedule() call decided."""
+
+    rows: list[Row] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[tuple[Request, int]] = field(default_factory=list)  # (request, hit tokens)
+    padding: list[int] = field(default_factory=list)  # contexts after the step of finished rows that are billed
+    refused: str | None = None  # why the head of the queue stays there
+    wake: int | None = None  # an empty step: when to try again, arrivals apart
+
+    def run(self, request: Request, n: int) -> None:
+        decode = request.out > 0 and request.computed + 1 == request.known
+        self.rows.append(Row(request, n, request.computed, decode, request.computed + n == request.known))
+
+    def commit(self) -> "Step":
+        for row in self.rows:
+            row.request.computed += row.n
+        return self
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)
+
+
+class Continuous:
+    """vLLM's scheduler: pass 1 over the running requests, pass 2 over the queue, one token budget."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.usable = self.free = engine.num_gpu_blocks - 1
+        self.watermark = int(engine.watermark * engine.num_gpu_blocks)
+        self.cap = engine.max_num_active_seqs or engine.max_num_seqs
+        self.running: list[Request] = []
+        self.waiting: deque[Request] = deque()
+
+    def schedule(self, clock: int) -> Step:
+        step, budget, threshold = Step(), self.engine.max_num_batched_tokens, self.threshold()
+        budget = self.continue_running(step, budget, threshold)
+        if not step.preempted:
+            budget = self.admit(step, budget, threshold)
+        if self.waiting:
+            step.refused = self.refusal(step, budget, threshold)
+        return step.commit()
+
+    def threshold(self) -> int:
+        """Longest chunk of this call, 0 for no limit."""
+        load, threshold = len(self.running) + len(self.waiting), self.engine.long_prefill_token_threshold
+        if load <= 1 or threshold <= 0:
+            return 0
+        if self.engine.long_prefill_token_threshold_adaptive:
+            threshold = max(threshold, self.engine.max_num_batched_tokens // load)
+        return threshold
+
+    def continue_running(self, step: Step, budget: int, threshold: int) -> int:
+        position = 0
+        while position < len(self.running) and budget > 0:
+            request = self.running[position]
+            n = self.chunk(request.known - request.computed, threshold)
+            n = min(n, budget, self.engine.max_model_len - request.computed - 1)
+            target = self.blocks(request.computed + n)
+            while max(target - request.held, 0) > self.free:
+                victim = self.running[-1]
+                self.preempt(victim, step)
+                if victim is request:
+                    return budget
+            self.allocate(request, target)
+            step.run(request, n)
+            budget -= n
+            position += 1
+        return budget
+
+    def admit(self, step: Step, budget: int, threshold: int) -> int:
+        while budget > 0 and self.waiting and len(self.running) < self.cap:
+            request, hit = self.waiting[0], 0
+            n = self.chunk(request.known - hit, threshold)
+            if n > budget and not self.engine.enable_chunked_prefill:
+                break
+            n = min(n, budget)
+            reserve = self.watermark if self.running else 0
+            if self.engine.scheduler_reserve_full_isl and self.blocks(request.known) + reserve > self.free:
+                break
+            if self.blocks(hit + n) + reserve > self.free:
+                break
+            self.running.append(self.waiting.popleft())
+            step.admitted.append((request, hit))
+            request.computed = hit
+            self.allocate(request, self.blocks(hit + n))
+            step.run(request, n)
+            budget -= n
+        return budget
+
+    def refusal(self, step: Step, budget: int, threshold: int) -> str:
+        if step.preempted:
+            return "kv"
+        if len(self.running) >= self.cap:
+            return "seats"
+        n = self.chunk(self.waiting[0].known, threshold)
+        if budget == 0 or (n > budget and not self.engine.enable_chunked_prefill):
+            return "budget"
+        return "kv"
+
+    def chunk(self, n: int, threshold: int) -> int:
+        return min(n, threshold) if threshold > 0 else n
+
+    def blocks(self, tokens: int) -> int:
+        return blocks_for(min(tokens, self.engine.max_model_len), self.engine.block_size)
+
+    def allocate(self, request: Request, target: int) -> None:
+        self.free -= max(target - request.held, 0)
+        request.held = max(target, request.held)
+
+    def release(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free += request.held
+        request.held = 0
+
+    def preempt(self, victim: Request, step: Step) -> None:
+        self.release(victim)
+        victim.preemptions += 1
+        victim.recomputed += victim.computed
+        victim.computed = 0
+        self.waiting.appendleft(victim)
+        step.preempted.append(victim)
+
+    def finish(self, request: Request) -> None:
+        self.release(request)
+
+    def slots_used(self) -> int:
+        return len(self.running)
+
+
+class Static:
+    """A batch is prefilled, then decoded in lockstep, and holds its slots and blocks until its longest row ends."""
+
+    def __init__(self, engine: Any):
+        self.engine = engine
+        self.usable = self.free = engine.num_gpu_blocks - 1
+        self.running: list[Request] = []  # the batch in progress, finished rows included
+        self.waiting: deque[Request] = deque()
+        self.decoded = 0  # lockstep iterations of the batch so far
+
+    def schedule(self, clock: int) -> Step:
+        step = Step()
+        if not self.running:
+            self.start_batch(step, clock)
+        if any(request.computed < request.prompt for request in self.running):
+            self.prefill(step)
+        elif self.running:
+            self.decode(step)
+        step.refused = "seats" if self.waiting else None
+        return step.commit()
+
+    def start_batch(self, step: Step, clock: int) -> None:
+        batch, free = [], self.free
+        for request in self.waiting:
+            request.held = blocks_for(request.prompt + request.output, self.engine.block_size)
+            if len(batch) == self.engine.max_num_seqs or request.held > free:
+                break
+            batch.append(request)
+            free -= request.held
+        if self.engine.static_wait_s > 0 and len(batch) < self.engine.max_num_seqs and len(batch) == len(self.waiting):
+            head = batch[0]
+            assert head.arrival is not None
+            deadline = head.arrival + round(self.engine.static_wait_s * 1e12)
+            if clock < deadline:
+                step.wake = deadline
+                return
+        for request in batch:
+            self.waiting.popleft()
+            step.admitted.append((request, 0))
+        self.running, self.free, self.decoded = batch, free, 0
+
+    def prefill(self, step: Step) -> None:
+        budget = self.engine.max_num_batched_tokens
+        for request in self.running:
+            left = request.prompt - request.computed
+            n = min(left, budget)
+            if n < left and not self.engine.enable_chunked_prefill:
+                break
+            if n > 0:
+                step.run(request, n)
+                budget -= n
+
+    def decode(self, step: Step) -> None:
+        self.decoded += 1
+        for request in self.running:
+            if not request.done:
+                step.run(request, 1)
+            elif self.engine.static_padding:
+                step.padding.append(request.prompt + self.decoded)
+
+    def finish(self, request: Request) -> None:
+        if all(row.done for row in self.running):
+            self.free += sum(row.held for row in self.running)
+            self.running = []
+
+    def slots_used(self) -> int:
+        return sum(not request.done for request in self.running)
+
+
+class Arrivals:
+    """Requests still to come, in (arrival, index) order."""
+
+    def __init__(self, case: Case, requests: list[Request]):
+        self.think_ps = case.think_ps
+        sent = [(request.arrival, request) for request in requests if request.arrival is not None]
+        self.coming = deque(sorted(sent, key=lambda pair: (pair[0], pair[1].rid)))
+        self.unsent = deque(requests[len(sent) :])  # closed loop: those that wait for a client, in list order
+
+    def next(self) -> int | None:
+        return self.coming[0][0] if self.coming else None
+
+    def take(self, clock: int) -> list[Request]:
+        arrived = []
+        while self.coming and self.coming[0][0] <= clock:
+            arrived.append(self.coming.popleft()[1])
+        return arrived
+
+    def client_returns(self, clock: int) -> None:
+        if self.unsent:
+            request = self.unsent.popleft()
+            request.arrival = request.waiting_since = clock + self.think_ps
+            self.coming.append((request.arrival, request))
+
+
+class Bill(NamedTuple):
+    """An iteration's columns: tokens, rows, tokens of context and picoseconds."""
+
+    prefill_tokens: int
+    decode_rows: int
+    ctx_sum: int
+    duration: int
+
+
+def bill(cost: Any, step: Step) -> Bill:
+    """The price of an iteration under a CostTable, and the quantities that it depends on."""
+    chunks = [(row.computed, row.n) for row in step.rows if not row.decode]
+    contexts = [row.computed + row.n for row in step.rows if row.decode] + step.padding
+    prefill_tokens, prefill_ctx = sum(n for _, n in chunks), sum(computed + n for computed, n in chunks)
+    decode_rows, decode_ctx = len(contexts), sum(contexts)
+    if not step.rows:
+        return Bill(0, 0, 0, 0)
+
+    def entry(table: Any, index: int) -> int:
+        return 0 if table is None else int(table[index])
+
+    duration = (
+        int(cost.step_ps)
+        + entry(cost.linear_ps, prefill_tokens + decode_rows)
+        + int(cost.prefill_token_ps) * prefill_tokens
+        + int(cost.prefill_seq_ps) * len(chunks)
+        + int(cost.decode_seq_ps) * decode_rows
+        + entry(cost.decode_base_ps, decode_rows)
+        + (int(cost.decode_ctx_ps) + entry(cost.decode_ctx_table_ps, decode_rows)) * decode_ctx
+        + int(cost.prefill_ctx_ps) * prefill_ctx
+        + int(cost.pair_ps) * sum(n * computed + n * (n + 1) // 2 for computed, n in chunks)
+    )
+    return Bill(prefill_tokens, decode_rows, prefill_ctx + decode_ctx, duration)
+
+
+def itl_bin(gap_ps: int) -> int:
+    """Index of the histogram bin: eight per octave from 2**26 ps on, 200 in all, the ends open."""
+    octave = gap_ps.bit_length() - 1
+    if octave < 26:
+        return 0
+    return min(8 * (octave - 26) + ((gap_ps >> (octave - 3)) & 7), 199)
+
+
+def simulate(case: Case, max_iters: int | None = None) -> Result:
+    """Run one case to its end. ValueError for a request that the front end would refuse."""
+    requests = make_requests(case)
+    arrivals = Arrivals(case, requests)
+    policy = Static(case.engine) if case.engine.batching == "static" else Continuous(case.engine)
+    patience = 4 * len(requests) + 1000 + max((r.prompt + r.output for r in requests), default=0)
+    first = arrivals.next() or 0
+    clock, last_end, stalled, iters, count, itl = first, first, 0, [], Counter(), Counter()
+
+    while True:
+        policy.waiting.extend(arrivals.take(clock))
+        if not policy.running and not policy.waiting:
+            upcoming = arrivals.next()
+            if upcoming is None:
+                status = "DONE"
+                break
+            clock = upcoming
+            continue
+        if max_iters is not None and len(iters) >= max_iters:
+            status = "TRUNCATED"
+            break
+        if stalled > patience:
+            status = "STUCK"
+            break
+
+        step = policy.schedule(clock)
+        if not step.rows and not step.preempted:
+            later = [time for time in (arrivals.next(), step.wake) if time is not None]
+            if not later:
+                status = "STUCK"
+                break
+            clock = min(later)
+            continue
+
+        price = bill(case.cost, step)
+        end = clock + price.duration
+        row = [len(iters), clock, price.duration, len(policy.running), len(policy.waiting)]
+        row += [price.prefill_tokens, price.decode_rows, price.ctx_sum, policy.free]
+        row += [[value for r in step.rows for value in (r.request.rid, r.n)], [r.rid for r in step.preempted]]
+        row += [[value for r, hit in step.admitted for value in (r.rid, hit)]]
+        note_queue_times(step, clock, count)
+        if step.rows:
+            last_end = end
+            note_iteration(policy, step, price, count)
+        count["waiting_max"] = max(count["waiting_max"], len(policy.waiting))
+        stalled = 0 if makes_progress(step) else stalled + 1
+        finished = [r.request for r in step.rows if r.samples and sample(r.request, end, itl)]
+        for request in finished:
+            policy.finish(request)
+            arrivals.client_returns(end)
+        iters.append([*row, [request.rid for request in finished]])
+        clock = end
+
+    for request in requests:
+        if request.waiting_since is not None:
+            count["waiting_ps"] += max(last_end - request.waiting_since, 0)
+    recomputed = [request.recomputed for request in requests]
+    count["recomputed_tokens"] = sum(recomputed)
+    sums = {name: count[name] for name in Totals._fields if name not in ("t0", "t1", "itl")}
+    totals = Totals(**sums, t0=first, t1=last_end, itl=dict(itl))
+    reqs = [
+        [r.rid, r.arrival, r.first_sched, r.first_token, r.finish, r.preemptions, r.hit_first, r.hit_resumed, r.out]
+        for r in requests
+    ]
+    return Result(iters, reqs, status, recomputed, totals)
+
+
+def make_requests(case: Case) -> list[Request]:
+    limit, requests = case.engine.max_model_len, []
+    sent = len(case.prompts) if case.clients is None else case.clients
+    for rid, (arrival, prompt, output) in enumerate(zip(case.arrivals_ps, case.prompts, case.outputs, strict=True)):
+        if not 1 <= prompt < limit or output < 1:
+            raise ValueError(f"request {rid}: prompt {prompt}, output {output}, max_model_len {limit}")
+        when = None if rid >= sent else int(arrival) if case.clients is None else 0
+        requests.append(Request(rid, int(prompt), min(int(output), limit - int(prompt)), when, waiting_since=when))
+    return requests
+
+
+def note_queue_times(step: Step, clock: int, count: Counter) -> None:
+    """Open and close the requests' spells of waiting; hits by admission and re-admission."""
+    for request in step.preempted:
+        request.waiting_since = clock
+        count["num_preemptions"] += 1
+    for request, hit in step.admitted:
+        if request.hit_first is None:
+            request.hit_first = hit
+        else:
+            request.hit_resumed += hit
+    for row in step.rows:
+        request = row.request
+        if request.first_sched is None:
+            request.first_sched = clock
+        if request.waiting_since is not None:
+            count["waiting_ps"] += clock - request.waiting_since
+            request.waiting_since = None
+
+
+def note_iteration(policy: Continuous | Static, step: Step, price: Bill, count: Counter) -> None:
+    used, running = policy.usable - policy.free, len(policy.running)
+    count["iterations"] += 1
+    count["prefill_tokens"] += price.prefill_tokens
+    count["decode_tokens"] += price.decode_rows
+    count["kv_block_ps"] += used * price.duration
+    count["kv_peak_blocks"] = max(count["kv_peak_blocks"], used)
+    count["above_90_ps"] += price.duration if 10 * used > 9 * policy.usable else 0
+    count["running_max"] = max(count["running_max"], running)
+    count["running_ps"] += running * price.duration
+    count["slot_rows"] += policy.slots_used()
+    if step.refused is not None:
+        count[f"refused_{step.refused}"] += 1
+
+
+def makes_progress(step: Step) -> bool:
+    """Whether the step samples a token or computes one that its request never had computed before."""
+    progress = any(row.samples for row in step.rows)
+    for row in step.rows:
+        if row.request.computed > row.request.furthest:
+            row.request.furthest, progress = row.request.computed, True
+    return progress
+
+
+def sample(request: Request, end: int, itl: Counter) -> bool:
+    """Give the request a token at `end`; True if it was its last."""
+    if request.out == 0:
+        request.first_token = end
+    else:
+        itl[itl_bin(end - request.last_token)] += 1
+    request.out += 1
+    request.last_token = end
+    if request.done:
+        request.finish = end
+    return request.done
