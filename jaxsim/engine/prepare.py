@@ -49,11 +49,11 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Pr
     lists = dict(zip(keys, settings.requests, strict=True))
     orders = [arrival_order(listed, closed) for (_, closed), listed in lists.items()]
     place = {key: i for i, key in enumerate(lists)}
-    padded = _grown(max(len(order) for order in orders), 64)
+    shape = (-(-len(lists) // 8) * 8, _grown(max(len(order) for order in orders), 64))
     traces = Traces(
-        prompt=np.ones((len(lists), padded), np.int32),
-        output=np.ones((len(lists), padded), np.int32),
-        arrival_ps=np.full((len(lists), padded), INFINITE, np.int64),
+        prompt=np.ones(shape, np.int32),
+        output=np.ones(shape, np.int32),
+        arrival_ps=np.full(shape, INFINITE, np.int64),
     )
     for i, (listed, order) in enumerate(zip(lists.values(), orders, strict=True)):
         traces.prompt[i, : len(order)] = np.asarray(listed.prompt_len)[order]
@@ -70,7 +70,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Pr
     tables = _tables(costs)
     longest = min(int(traces.output.max()), max(engine.max_model_len for engine in engines))
     limits = Limits(
-        requests=padded,
+        requests=shape[1],
         ring=_ring(longest),
         phases=max(16, 1 << (max(engine.block_size for engine in engines) - 1).bit_length()),
         threshold=any(engine.long_prefill_token_threshold > 0 for engine in engines),
