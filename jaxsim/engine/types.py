@@ -88,6 +88,9 @@ class EngineConfig:
             raise ConfigError("engine.long_prefill_token_threshold", self.long_prefill_token_threshold, allowed)
         if not 0.0 <= self.watermark <= 1.0:
             raise ConfigError("engine.watermark", self.watermark, "must be a share of the blocks, from 0 to 1")
+        if self.max_num_active_seqs is not None and self.max_num_active_seqs > self.max_num_seqs:
+            allowed = f"must be at most max_num_seqs={self.max_num_seqs}, or None"
+            raise ConfigError("engine.max_num_active_seqs", self.max_num_active_seqs, allowed)
         if self.max_num_batched_tokens < self.max_num_seqs:
             allowed = f"must be at least max_num_seqs={self.max_num_seqs}"
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
