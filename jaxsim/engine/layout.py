@@ -50,6 +50,7 @@ class Limits:
     statistics: bool = True
     trace: bool = False
     static: bool = False  # static batching
+    asynchronous: bool = False  # async scheduling
     fenced: bool = True  # store intermediate results: on CPUs
 
     @property

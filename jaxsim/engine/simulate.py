@@ -36,7 +36,7 @@ def simulate(
     iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
     Raises ConfigError for requests that vLLM would refuse.
     """
-    replay = Replay() if trace or series else None
+    replay = Replay(engine.async_scheduling) if trace or series else None
     settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
     sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
     if replay is None:
@@ -89,11 +89,9 @@ def _run(
     replay: Replay | None,
 ) -> list[Simulation]:
     results: list[Any] = [None] * len(settings.engine)
-    # Static and continuous batching are different programs.
-    for batching in ("continuous", "static"):
-        index = [i for i, engine in enumerate(settings.engine) if engine.batching == batching]
-        if not index:
-            continue
+    programs = [(engine.batching, engine.async_scheduling) for engine in settings.engine]
+    for program in dict.fromkeys(programs):
+        index = [i for i, other in enumerate(programs) if other == program]
         limits, traces, tables, jobs, orders = prepare(settings.at(index), leap, statistics, replay is not None)
         devices = jax.local_devices()
         if width is None:

@@ -42,7 +42,6 @@ UNBUILT = {
         "prefix caching is not modelled; use false (vllm serve --no-enable-prefix-caching)",
     ),
     "policy": ("fcfs", "only the policy fcfs is modelled"),
-    "async_scheduling": (False, "async scheduling is not modelled; use false (vllm serve --no-async-scheduling)"),
 }
 
 
