@@ -1,8 +1,8 @@
 """A slow simulator of the scheduler in plain Python: the oracle for the engine.
 
-Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), FCFS, synchronous, without
-prefix caching; static batching to compare with; open and closed loop. Every iteration visits every running request.
-All times are integer picoseconds, all arithmetic is Python's: nothing rounds, nothing overflows.
+Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), synchronous, both policies,
+with and without prefix caching (blocks in block_pool.py); static batching to compare with; open and closed loop. Every
+iteration visits every running request and every block. All times are integer picoseconds, all arithmetic is Python's: nothing rounds, nothing overflows.
 
 Where the rules leave room, this is what is meant:
 - A pool too small for a request can make it preempt and recompute itself for ever. Progress is a sampled token, or a
@@ -19,6 +19,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from block_pool import BlockPool, chains, token_identities
+
 
 class Case(NamedTuple):
     """One simulation. `engine` and `cost` have the attributes of EngineConfig and CostTable of the engine."""
@@ -30,6 +32,9 @@ class Case(NamedTuple):
     cost: Any
     clients: int | None = None  # closed loop with so many clients; arrivals_ps is ignored
     think_ps: int = 0  # from a client's finish to its next request
+    segments: list | None = None  # per request its prompt's (stream, start, length), or None for a private stream
+    output_streams: list | None = None  # per request the stream of its output tokens, or None for a private one
+    priorities: list[int] | None = None  # lower is served first under the policy "priority"
 
 
 class Totals(NamedTuple):
@@ -73,6 +78,10 @@ class Request:
     computed: int = 0  # tokens with KV
     out: int = 0  # tokens sampled
     held: int = 0  # KV blocks
+    priority: int = 0
+    chain: list[int] = field(default_factory=list)  # keys of its full blocks, outputs included
+    blocks: list[int] = field(default_factory=list)
+    hashed: int = 0  # of its blocks, those that have their key
     furthest: int = 0  # largest `computed` so far
     waiting_since: int | None = None
     first_sched: int | None = None
@@ -133,11 +142,25 @@ class Continuous:
 
     def __init__(self, engine: Any):
         self.engine = engine
-        self.usable = self.free = engine.num_gpu_blocks - 1
+        self.usable = engine.num_gpu_blocks - 1
+        self.pool = BlockPool(self.usable)
         self.watermark = int(engine.watermark * engine.num_gpu_blocks)
         self.cap = engine.max_num_active_seqs or engine.max_num_seqs
+        self.by_priority = engine.policy == "priority"
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
+
+    @property
+    def free(self) -> int:
+        return self.pool.free
+
+    def arrive(self, requests: list[Request]) -> None:
+        self.waiting.extend(requests)
+        self.sort()
+
+    def sort(self) -> None:
+        if self.by_priority:
+            self.waiting = deque(sorted(self.waiting, key=lambda r: (r.priority, r.arrival, r.rid)))
 
     def schedule(self, clock: int) -> Step:
         step, budget, threshold = Step(), self.engine.max_num_batched_tokens, self.threshold()
@@ -164,43 +187,65 @@ class Continuous:
             n = self.chunk(request.known - request.computed, threshold)
             n = min(n, budget, self.engine.max_model_len - request.computed - 1)
             target = self.blocks(request.computed + n)
-            while max(target - request.held, 0) > self.free:
-                victim = self.running[-1]
-                self.preempt(victim, step)
+            victim = None
+            while max(target - len(request.blocks), 0) > self.free:
+                victim = self.victim()
+                before = self.running.index(victim) < position
+                budget += self.preempt(victim, step)
+                position -= before
                 if victim is request:
-                    return budget
-            self.allocate(request, target)
+                    break
+            if victim is request:
+                if self.by_priority:
+                    continue
+                return budget
+            self.allocate(request, target, request.computed + n)
             step.run(request, n)
             budget -= n
             position += 1
         return budget
 
+    def victim(self) -> Request:
+        if self.by_priority:
+            return max(self.running, key=lambda r: (r.priority, r.arrival))
+        return self.running[-1]
+
     def admit(self, step: Step, budget: int, threshold: int) -> int:
         while budget > 0 and self.waiting and len(self.running) < self.cap:
-            request, hit = self.waiting[0], 0
+            request = self.waiting[0]
+            hits = self.lookup(request)
+            hit = len(hits) * self.engine.block_size
             n = self.chunk(request.known - hit, threshold)
             if n > budget and not self.engine.enable_chunked_prefill:
                 break
             n = min(n, budget)
-            reserve = self.watermark if self.running else 0
-            if self.engine.scheduler_reserve_full_isl and self.blocks(request.known) + reserve > self.free:
+            spare = self.free - self.pool.idle(hits) - (self.watermark if self.running else 0)
+            if self.engine.scheduler_reserve_full_isl and self.blocks(request.known) - len(hits) > spare:
                 break
-            if self.blocks(hit + n) + reserve > self.free:
+            if self.blocks(hit + n) - len(hits) > spare:
                 break
             self.running.append(self.waiting.popleft())
             step.admitted.append((request, hit))
-            request.computed = hit
-            self.allocate(request, self.blocks(hit + n))
+            request.computed, request.hashed = hit, len(hits)
+            self.pool.touch(hits)
+            request.blocks = hits
+            self.allocate(request, self.blocks(hit + n), hit + n)
             step.run(request, n)
             budget -= n
         return budget
+
+    def lookup(self, request: Request) -> list[int]:
+        if not self.engine.enable_prefix_caching:
+            return []
+        return self.pool.lookup(request.chain, (request.known - 1) // self.engine.block_size)
 
     def refusal(self, step: Step, budget: int, threshold: int) -> str:
         if step.preempted:
             return "kv"
         if len(self.running) >= self.cap:
             return "seats"
-        n = self.chunk(self.waiting[0].known, threshold)
+        head = self.waiting[0]
+        n = self.chunk(head.known - len(self.lookup(head)) * self.engine.block_size, threshold)
         if budget == 0 or (n > budget and not self.engine.enable_chunked_prefill):
             return "budget"
         return "kv"
@@ -211,22 +256,32 @@ class Continuous:
     def blocks(self, tokens: int) -> int:
         return blocks_for(min(tokens, self.engine.max_model_len), self.engine.block_size)
 
-    def allocate(self, request: Request, target: int) -> None:
-        self.free -= max(target - request.held, 0)
-        request.held = max(target, request.held)
+    def allocate(self, request: Request, target: int, computed: int) -> None:
+        """Take blocks up to `target` and give those that will be full with `computed` tokens their keys."""
+        request.blocks += self.pool.take(max(target - len(request.blocks), 0))
+        if self.engine.enable_prefix_caching:
+            full = min(computed, request.known) // self.engine.block_size
+            for j in range(request.hashed, full):
+                self.pool.register(request.blocks[j], request.chain[j])
+            request.hashed = max(request.hashed, full)
 
     def release(self, request: Request) -> None:
         self.running.remove(request)
-        self.free += request.held
-        request.held = 0
+        self.pool.release(request.blocks)
+        request.blocks, request.hashed = [], 0
 
-    def preempt(self, victim: Request, step: Step) -> None:
+    def preempt(self, victim: Request, step: Step) -> int:
+        """Preempt; the tokens that this step had given to the victim."""
         self.release(victim)
         victim.preemptions += 1
         victim.recomputed += victim.computed
         victim.computed = 0
         self.waiting.appendleft(victim)
+        self.sort()
         step.preempted.append(victim)
+        returned = sum(row.n for row in step.rows if row.request is victim)
+        step.rows = [row for row in step.rows if row.request is not victim]
+        return returned
 
     def finish(self, request: Request) -> None:
         self.release(request)
@@ -244,6 +299,9 @@ class Static:
         self.running: list[Request] = []  # the batch in progress, finished rows included
         self.waiting: deque[Request] = deque()
         self.decoded = 0  # lockstep iterations of the batch so far
+
+    def arrive(self, requests: list[Request]) -> None:
+        self.waiting.extend(requests)
 
     def schedule(self, clock: int) -> Step:
         step = Step()
@@ -382,7 +440,7 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
     clock, last_end, stalled, iters, count, itl = first, first, 0, [], Counter(), Counter()
 
     while True:
-        policy.waiting.extend(arrivals.take(clock))
+        policy.arrive(arrivals.take(clock))
         if not policy.running and not policy.waiting:
             upcoming = arrivals.next()
             if upcoming is None:
@@ -447,6 +505,14 @@ def make_requests(case: Case) -> list[Request]:
             raise ValueError(f"request {rid}: prompt {prompt}, output {output}, max_model_len {limit}")
         when = None if rid >= sent else int(arrival) if case.clients is None else 0
         requests.append(Request(rid, int(prompt), min(int(output), limit - int(prompt)), when, waiting_since=when))
+    if case.priorities is not None:
+        for request, priority in zip(requests, case.priorities, strict=True):
+            request.priority = priority
+    if case.engine.enable_prefix_caching:
+        prompts, outputs = [r.prompt for r in requests], [r.output for r in requests]
+        sequences = token_identities(prompts, outputs, case.segments, case.output_streams)
+        for request, chain in zip(requests, chains(sequences, case.engine.block_size), strict=True):
+            request.chain = chain
     return requests
 
 

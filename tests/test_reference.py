@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import block_pool
 import golden_cases
 import pytest
 import reference
@@ -50,7 +51,14 @@ def golden_case(case: dict[str, Any]) -> reference.Case:
     arrivals = [ps(request["arrival"]) or 0 for request in requests]
     prompts = [request["prompt_len"] for request in requests]
     return reference.Case(
-        arrivals, prompts, [request["output_len"] for request in requests], make_engine(**case["engine"]), cost
+        arrivals,
+        prompts,
+        [request["output_len"] for request in requests],
+        make_engine(**case["engine"]),
+        cost,
+        segments=[request.get("segs") for request in requests],
+        output_streams=[request.get("out_stream") for request in requests],
+        priorities=[request.get("priority", 0) for request in requests],
     )
 
 
@@ -61,7 +69,7 @@ def times(result: reference.Result, column: str) -> list[int]:
 
 
 def test_golden_cases_are_here():
-    assert len(golden_cases.NAMES) == 28
+    assert len(golden_cases.NAMES) == 43
 
 
 @pytest.mark.parametrize("name", golden_cases.NAMES)
@@ -320,3 +328,27 @@ def test_adaptive_threshold_needs_a_threshold():
 def test_output_ends_at_max_model_len(batching):
     result = reference.simulate(make_case([(0, 18, 10)], make_engine(max_model_len=20, batching=batching)))
     assert (result.reqs[0][8], times(result, "finish")) == (2, [20])
+
+
+@pytest.mark.parametrize("name", [name for name in golden_cases.NAMES if name.startswith("apc")])
+def test_chains_of_the_golden_cases(name):
+    """Keys are equal exactly where the reference scheduler's hashes are."""
+    case, expected = golden_cases.load(name)
+    inputs = golden_case(case)
+    outputs = [min(o, inputs.engine.max_model_len - p) for p, o in zip(inputs.prompts, inputs.outputs, strict=True)]
+    tokens = block_pool.token_identities(inputs.prompts, outputs, inputs.segments, inputs.output_streams)
+    ours = block_pool.chains(tokens, inputs.engine.block_size)
+    pairs = {
+        pair for mine, theirs in zip(ours, expected["chain"], strict=True) for pair in zip(mine, theirs, strict=True)
+    }
+    assert len(pairs) == len({mine for mine, _ in pairs}) == len({theirs for _, theirs in pairs})
+
+
+def test_a_full_hit_gives_up_the_last_block_and_keeps_two_copies():
+    """Prompts of 32 in blocks of 16: the second request finds one block, and its own copy of the other is kept too."""
+    engine = make_engine(enable_prefix_caching=True)
+    case = make_case([(0, 32, 1), (100, 32, 1), (200, 40, 1)], engine)
+    case = case._replace(segments=[[("x", 0, 32)], [("x", 0, 32)], [("x", 0, 40)]])
+    result = reference.simulate(case)
+    assert [row[6] for row in result.reqs] == [0, 16, 32]
+    assert [row[9] for row in result.iters] == [[0, 32], [1, 16], [2, 8]]
