@@ -85,7 +85,6 @@ def totals_of(
     blocks, iterations = engine.num_gpu_blocks - 1, counts["iterations"]
     sent = np.where(arrival >= 0, arrival, end)
     opened = np.where(first_scheduled >= 0, first_scheduled, end)
-    ended = np.where(finish >= 0, finish, end)
     share = lambda part, whole: float(part) / whole if whole else 0.0  # noqa: E731
     requeued = share(wide_value(kept.preempted_ps), duration)
     tokens, prefill = int(kept.tokens), int(kept.prefill_tokens)
@@ -97,7 +96,7 @@ def totals_of(
         kv_usage_mean=share(wide_value(kept.kv_block_ps), duration * blocks),
         kv_usage_peak=share(kept.kv_peak, blocks),
         kv_time_above_90=share(kept.above_90_ps, duration),
-        running_mean=share((ended - opened).sum(dtype=np.float64), duration) - requeued,
+        running_mean=share(wide_value(kept.running_ps), duration),
         running_max=int(kept.running_max),
         waiting_mean=share(np.maximum(opened - sent, 0).sum(dtype=np.float64), duration) + requeued,
         waiting_max=int(kept.waiting_max),

@@ -111,11 +111,13 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     head = jnp.where(s.preempted_head != NONE, s.preempted_head, s.fresh_head)
     joiner = jnp.where(prompt != NONE, prompt, head)
     arrives_ps, arrives_next_ps = arrivals(limits, s.memory, s.fresh_head)
+    arrived = arrived_by(limits, s.memory, s.fresh_head, s.look_ps) if limits.threshold else jnp.int32(0)
     if limits.closed_loop:
         returns = finishes & (s.arrivals_known < knobs.num_requests)
         back_ps = s.clock_ps + knobs.think_ps
         arrives_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head), back_ps, arrives_ps)
         arrives_next_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head + 1), back_ps, arrives_next_ps)
+        arrived = arrived + count(returns & (back_ps <= s.look_ps))
     return Look(
         active=active,
         finishes=finishes,
@@ -126,7 +128,7 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         row=read_row(s.memory, joiner),
         arrives_ps=arrives_ps,
         arrives_next_ps=arrives_next_ps,
-        arrived=arrived_by(limits, s.memory, s.fresh_head, s.look_ps) if limits.threshold else jnp.int32(0),
+        arrived=arrived,
     )
 
 
@@ -223,6 +225,8 @@ def bound_leap(
     full = i.running >= knobs.seats
     # Blocks only shrink until a request leaves, so a head that was refused for want of blocks stays refused.
     stays_refused = a.refused & (~a.over_budget | (a.wanted > knobs.budget - i.decodes)) & (p.held == 0)
+    if limits.threshold:  # an arrival may shorten the chunk that a waiting prompt asks for
+        stays_refused = jnp.bool_(False)
     blocked = full | in_progress | stays_refused
     look_ps = s.clock_ps if limits.asynchronous else i.end_ps
     queued = (a.preempted_head != NONE) | (a.arrives_ps <= look_ps)
@@ -405,13 +409,15 @@ def step(
             first_ps=i.first_ps,
             slope_ps=i.slope_ps,
             used=knobs.blocks - a.free,
-            used_after=knobs.blocks - i.free + j.blocks,
+            leap_used=knobs.blocks - i.free,
+            leap_used_after=knobs.blocks - i.free + j.blocks,
             blocks=knobs.blocks,
             need=need,
             phase=remainder(-i.now, knobs.block_size),
             block_size=knobs.block_size,
             preempted=a.preempted_count,
             running=a.running,
+            leap_running=i.running,
             rows=a.running * counted + i.running * j.iterations,
             waiting=jnp.where(a.runs & ~idle, waiting, 0),
             tokens=jnp.where(i.works, knobs.budget - a.left, 0) + j.iterations * i.decodes,
