@@ -1,8 +1,9 @@
 """A slow simulator of the scheduler in plain Python: the oracle for the engine.
 
-Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), sync and async, both policies,
-with and without prefix caching (blocks in block_pool.py); static batching to compare with; open and closed loop. Every
-iteration visits every running request and every block. All times are integer picoseconds, all arithmetic is Python's: nothing rounds, nothing overflows.
+Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), sync and async, both
+policies, with and without prefix caching (blocks in block_pool.py); static batching to compare with; open and closed
+loop. Every iteration visits every running request and every block. All times are integer picoseconds, all arithmetic is
+Python's: nothing rounds, nothing overflows.
 
 Where the rules leave room, this is what is meant:
 - A pool too small for a request can make it preempt and recompute itself for ever. Progress is a sampled token, or a
@@ -509,6 +510,9 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
                 policy.sampled(request)
                 if finished:
                     row[12].append(request.rid)
+                    if request.waiting_since is not None:  # preempted with its last token in flight
+                        count["waiting_ps"] += end - request.waiting_since
+                        request.waiting_since = None
                     policy.finish(request)
                     arrivals.client_returns(end)
             continue

@@ -81,9 +81,8 @@ def advance(
     """`steps` steps of all lanes; events have the shape [steps, W]. `on` is true, see `fence`."""
 
     def one(knobs: Knobs, state: State) -> tuple[State, Event | None]:
-        if limits.static:
-            return static_batch.step(limits, knobs, tables, state)
-        return step(limits, knobs, tables, state, on if limits.fenced else None)
+        policy = static_batch.step if limits.static else step
+        return policy(limits, knobs, tables, state, on if limits.fenced else None)
 
     return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps)
 

@@ -10,10 +10,8 @@ from jaxsim.engine.cost import Cost, CostTable
 from jaxsim.engine.lanes import Job, Traces
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
 from jaxsim.engine.leap import MOST
-from jaxsim.engine.types import EngineConfig, Requests, picoseconds
+from jaxsim.engine.types import LATEST_S, EngineConfig, Requests, picoseconds
 from jaxsim.errors import ConfigError
-
-LATEST_S = 4.0e6  # arrivals must be earlier: times stay far below the int64 limit of 9.2e6 s
 
 
 class Settings(NamedTuple):

@@ -53,7 +53,7 @@ def simulation(
         recomputed_tokens=ordered(rows[:, RECOMPUTED]),
         hit_tokens=np.zeros(n, np.int32),
         status=Status(int(state.status)),
-        totals=totals_of(limits, engine, rows, arrival, first_scheduled, finish, state),
+        totals=totals_of(limits, engine, rows, arrival, first_scheduled, state),
         closed_loop=closed_loop,
     )
 
@@ -64,7 +64,6 @@ def totals_of(
     rows: np.ndarray,
     arrival: np.ndarray,
     first_scheduled: np.ndarray,
-    finish: np.ndarray,
     state: Any,
 ) -> Totals:
     start, end = int(arrival[0]), int(state.clock_ps)

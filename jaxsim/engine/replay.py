@@ -59,7 +59,8 @@ class Replay:
                 request = int(order[e.admitted])
                 running.append(request)
                 admitted += [request, 0]
-                chunks[request] = int(e.admitted_tokens)
+                if e.admitted_tokens:  # static batching admits requests whose prompt starts later
+                    chunks[request] = int(e.admitted_tokens)
                 waiting_for_prompt.add(request)
                 done[request] = 0
             if e.ran:
@@ -67,7 +68,7 @@ class Replay:
                 for request in running:
                     if request in chunks:
                         scheduled += [request, chunks[request]]
-                    elif request not in waiting_for_prompt and request not in held:
+                    elif e.decodes and request not in waiting_for_prompt and request not in held:
                         scheduled += [request, 1]
                 _progress(chunks, waiting_for_prompt, done, known, prompts)
                 for request in scheduled[::2]:

@@ -68,6 +68,7 @@ class Pass1(NamedTuple):
     free: jax.Array
     held: jax.Array
     held_blocks: jax.Array
+    dropped: jax.Array
     decodes: jax.Array
     context: jax.Array
     running: jax.Array
@@ -200,6 +201,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         free=free,
         held=held,
         held_blocks=held_blocks,
+        dropped=s.dropped + count(drops),
         decodes=decodes - count(decoding),
         context=context - jnp.where(decoding, victim_computed, 0),
         running=running - count(preempts),

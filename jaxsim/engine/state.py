@@ -36,6 +36,7 @@ class State(NamedTuple):
     free: jax.Array  # blocks
     held: jax.Array  # async scheduling: running requests that the iteration in flight finishes
     held_blocks: jax.Array  # and their blocks
+    dropped: jax.Array  # and those of them that this schedule() has preempted
     decodes: jax.Array  # running requests that decode
     context: jax.Array  # sum of their computed tokens
     running: jax.Array

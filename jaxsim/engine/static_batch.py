@@ -396,6 +396,7 @@ def add_up(
     bins = jnp.stack([itl_bin(gap) for gap, _ in gaps.values()])
     return old._replace(
         kv_block_ps=old.kv_block_ps.plus((used, time_ps)),
+        running_ps=old.running_ps.plus((f.running, time_ps)),
         above_90_ps=old.above_90_ps + pick(above, time_ps, 0),
         kv_peak=jnp.maximum(old.kv_peak, pick(i.runs, used, 0)),
         running_max=jnp.maximum(old.running_max, pick(i.runs, f.running, 0)),

@@ -392,12 +392,14 @@ def step(
     if limits.statistics or limits.trace:
         # Requests that wait after the (last) schedule() call of this step.
         last_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations - 1, s.clock_ps, limits.asynchronous)
-        waiting = a.preempted_count + arrived_by(
-            limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.look_ps)
+        waiting = (
+            p.dropped
+            + a.preempted_count
+            + arrived_by(limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.look_ps))
         )
     if settle_row is not None:
         gap_ps = s.clock_ps - join_time(settle_row[LAST_TOKEN], settle_row[LAST_TOKEN + 1])
-        left_waiting = i.works & a.head_waits
+        left_waiting = i.works & (a.head_waits | (p.dropped > 0))
         full = a.running >= knobs.seats
         by_seats, by_budget = ~p.preempted & full, (a.left == 0) | (a.refused & a.over_budget)
         counted = count(i.works)
@@ -419,7 +421,7 @@ def step(
             running=a.running,
             leap_running=i.running,
             rows=a.running * counted + i.running * j.iterations,
-            waiting=jnp.where(a.runs & ~idle, waiting, 0),
+            waiting=jnp.where(a.runs & (i.works | p.preempted), waiting, 0),
             tokens=jnp.where(i.works, knobs.budget - a.left, 0) + j.iterations * i.decodes,
             prefill_tokens=jnp.where(i.works, collected["prefill_tokens"], 0),
             decodes=jnp.where(i.works, p.decodes, 0),
@@ -449,7 +451,7 @@ def step(
             continued_tokens=p.chunk,
             admitted=jnp.where(a.admits, look.joiner, none),
             admitted_tokens=a.tokens,
-            ran=a.runs & ~idle & (i.works | p.preempted),
+            ran=a.runs & (i.works | p.preempted),
             look_ps=s.look_ps,
             start_ps=s.clock_ps,
             duration_ps=i.duration_ps,
@@ -484,6 +486,7 @@ def step(
         free=i.free - j.blocks,
         held=jnp.where(a.runs, 0, p.held),
         held_blocks=jnp.where(a.runs, 0, p.held_blocks),
+        dropped=jnp.where(a.runs, 0, p.dropped),
         decodes=i.decodes,
         context=i.context + j.iterations * i.decodes,
         running=i.running,

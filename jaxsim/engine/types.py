@@ -14,6 +14,7 @@ from jaxsim.errors import ConfigError
 
 PS_PER_S = 10**12
 NEVER = -1
+LATEST_S = 4.0e6  # times must be earlier: far below the int64 limit of 9.2e6 s
 LARGEST = 1 << 22  # tokens of one request, blocks of a pool and seats must stay below: quotients are exact in float32
 
 
@@ -98,8 +99,8 @@ class EngineConfig:
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
-        if self.static_wait_s < 0:
-            raise ConfigError("engine.static_wait_s", self.static_wait_s, "must be 0 or a time in seconds")
+        if not 0 <= self.static_wait_s < LATEST_S:
+            raise ConfigError("engine.static_wait_s", self.static_wait_s, f"must be from 0 to {LATEST_S:g} seconds")
 
 
 class Totals(NamedTuple):
