@@ -189,7 +189,7 @@ def _tables(costs: list[CostTable]) -> Tables | None:
     lengths = [len(table) for cost in costs for kind in kinds if (table := getattr(cost, kind)) is not None]
     if not lengths:
         return None
-    result: Any = np.zeros((len(kinds), len(costs), _grown(max(lengths), 256)), np.int64)
+    result: Any = np.zeros((len(kinds), -(-len(costs) // 8) * 8, _grown(max(lengths), 256)), np.int64)
     for i, kind in enumerate(kinds):
         for j, cost in enumerate(costs):
             if (table := getattr(cost, kind)) is not None:

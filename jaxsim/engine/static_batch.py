@@ -452,6 +452,7 @@ def step(
                 admitted=pick(f.takes, look.joiner, none),
                 admitted_tokens=p.chunk,
                 ran=i.runs,
+                look_ps=f.clock_ps,
                 start_ps=f.clock_ps,
                 duration_ps=i.duration_ps,
                 running=f.running,
