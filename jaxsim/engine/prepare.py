@@ -77,7 +77,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Pr
         statistics=statistics,
         trace=trace,
         static=engines[0].batching == "static",
-        asynchronous=engines[0].async_scheduling,
+        asynchronous=engines[0].overlaps,
         fenced=jax.default_backend() == "cpu",
     )
     jobs = Job(

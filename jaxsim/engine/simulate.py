@@ -36,7 +36,7 @@ def simulate(
     iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
     Raises ConfigError for requests that vLLM would refuse.
     """
-    replay = Replay(engine.async_scheduling) if trace or series else None
+    replay = Replay(engine.overlaps) if trace or series else None
     settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
     sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
     if replay is None:
@@ -89,7 +89,7 @@ def _run(
     replay: Replay | None,
 ) -> list[Simulation]:
     results: list[Any] = [None] * len(settings.engine)
-    programs = [(engine.batching, engine.async_scheduling) for engine in settings.engine]
+    programs = [(engine.batching, engine.overlaps) for engine in settings.engine]
     for program in dict.fromkeys(programs):
         index = [i for i, other in enumerate(programs) if other == program]
         limits, traces, tables, jobs, orders = prepare(settings.at(index), leap, statistics, replay is not None)
