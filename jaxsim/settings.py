@@ -160,6 +160,7 @@ class RuntimeSettings:
 class EvaluateSettings:
     load_rps: tuple[float, ...] | None = number(None, above=True, many="either", optional=True)
     clients: tuple[int, ...] | None = integer(None, many="either", optional=True)
+    series: bool = flag(False)
 
 
 @dataclass(frozen=True)

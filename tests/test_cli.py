@@ -183,10 +183,14 @@ def test_evaluate_says_everything_about_each_load(run, tmp_path):
 
 def test_evaluate_takes_clients(run, tmp_path):
     words = ["evaluate.clients=4", "engine.max_num_seqs=8", "engine.max_num_batched_tokens=2048", "tracking=disabled"]
-    code, _, err = run("+sweep=evaluate", "hydra.run.dir=made", *words, *SMALL)
+    code, _, err = run("+sweep=evaluate", "hydra.run.dir=made", "evaluate.series=true", *words, *SMALL)
     assert code == 0, err
     summary, _ = results(tmp_path / "made")
     assert summary["running_max"] == 4 and summary["clients"] == 4
+    with (tmp_path / "made" / "series.csv").open() as file:
+        series = list(csv.DictReader(file))
+    assert max(int(row["running"]) for row in series) == 4 and max(float(row["kv_usage"]) for row in series) > 0
+    assert [float(row["time_s"]) for row in series] == sorted(float(row["time_s"]) for row in series)
     code, _, err = run("+sweep=evaluate", "evaluate.load_rps=1", *words, *SMALL)
     assert code == 2 and err.startswith("evaluate.clients=[4]: must be null")
 
