@@ -12,6 +12,7 @@ from jaxsim.engine.prepare import Settings, arrival_order, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
 from jaxsim.engine.types import EngineConfig, Requests, Simulation
+from jaxsim.errors import ConfigError
 
 LANES = 256  # per device: fewer and the dispatch of operations dominates, more and their state outgrows the cache
 
@@ -68,6 +69,8 @@ def simulate_many(
     `lanes` is the number of simulations that a device steps together; given, it makes calls of any length share one
     compiled program.
     """
+    if lanes is not None and lanes < 1:
+        raise ConfigError("lanes", lanes, "must be at least 1")
     arguments: list[Any] = [requests, engine, cost, clients, stretch, think_time_s]
     many = [isinstance(value, Sequence | np.ndarray) and not isinstance(value, Requests) for value in arguments]
     lengths = {len(value) for value, is_many in zip(arguments, many, strict=True) if is_many}

@@ -26,6 +26,7 @@ from jaxsim.engine.layout import (
     NEXT,
     NONE,
     OUTPUT,
+    OVERTIME,
     PREEMPTIONS,
     PREV,
     PROMPT,
@@ -476,14 +477,16 @@ def step(
     fruitful = gets_token | ((j.iterations > 0) & (i.decodes > 0))
     barren = jnp.where(fruitful, 0, s.barren + fruitless)
     stuck = (idle & a.head_waits & ~wakes) | (look.active & (barren > knobs.patience))
+    clock_ps = jnp.where(wakes, wake_ps, i.end_ps + j.time_ps)
     status = jnp.where(over, jnp.int32(Status.DONE), jnp.where(stuck, jnp.int32(Status.STUCK), s.status))
+    status = jnp.where(look.active & (clock_ps >= OVERTIME), jnp.int32(Status.OVERTIME), status)
     log_size = s.log_size + count(i.works & collected["joined_fresh"])
     collected = {name: jnp.where(a.runs, jnp.zeros_like(value), value) for name, value in collected.items()}
     return State(
         memory=memory,
         tops=words.tops,
         need=need,
-        clock_ps=jnp.where(wakes, wake_ps, i.end_ps + j.time_ps),
+        clock_ps=clock_ps,
         look_ps=jnp.where(wakes, wake_ps, jnp.where(i.works, leap_look_ps, jnp.where(drains, s.clock_ps, s.look_ps))),
         now=i.now + j.iterations,
         free=i.free - j.blocks,

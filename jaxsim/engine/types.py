@@ -14,7 +14,7 @@ from jaxsim.errors import ConfigError
 
 PS_PER_S = 10**12
 NEVER = -1
-LATEST_S = 4.0e6  # times must be earlier: far below the int64 limit of 9.2e6 s
+LATEST_S = 2.0e6  # times that are given must be earlier: far below the int64 limit of 9.2e6 s
 LARGEST = 1 << 22  # tokens of one request, blocks of a pool and seats must stay below: quotients are exact in float32
 
 
@@ -24,6 +24,12 @@ class Status(enum.IntEnum):
     RUNNING = 0
     DONE = 1
     STUCK = 2  # requests remain that can never be scheduled, or that preempt and recompute themselves for ever
+    OVERTIME = 3  # the simulated time has left the range of the clock
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is a whole number of Python's or NumPy's, and not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Requests(NamedTuple):
@@ -84,11 +90,12 @@ class EngineConfig:
         positive = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "max_model_len", "block_size"]
         for key in positive + (["max_num_active_seqs"] if self.max_num_active_seqs is not None else []):
             value = getattr(self, key)
-            if not 1 <= value < LARGEST or int(value) != value:
+            if not is_integer(value) or not 1 <= value < LARGEST:
                 raise ConfigError(f"engine.{key}", value, f"must be an integer from 1 to {LARGEST - 1}")
         if self.num_gpu_blocks < 2:
             raise ConfigError("engine.num_gpu_blocks", self.num_gpu_blocks, "must be at least 2: one is the null block")
-        if not 0 <= self.long_prefill_token_threshold < LARGEST:
+        threshold = self.long_prefill_token_threshold
+        if not is_integer(threshold) or not 0 <= threshold < LARGEST:
             allowed = "must be 0 (off) or a number of tokens"
             raise ConfigError("engine.long_prefill_token_threshold", self.long_prefill_token_threshold, allowed)
         if not 0.0 <= self.watermark <= 1.0:
