@@ -50,18 +50,30 @@ def defaults(overrides: Sequence[str] = ()) -> dict[str, Any]:
 def explain(error: Exception, overrides: Sequence[str]) -> ConfigError:
     """The one line about overrides that Hydra refused with `error`."""
     try:
-        for text in overrides:
+        for text in sorted(overrides, key=lambda text: not _names_group(text)):  # keys are looked up in good groups
             try:
                 override = OverridesParser.create().parse_override(text)
-            except HydraException:
+            except (HydraException, ValueError):
                 key, _, value = text.partition("=")
                 return ConfigError(key, value, "cannot be read; must be key=value, lists as 'key=[1,2]' in quotes")
             for found in _faults(override, overrides):
                 return found
+            key, _, value = text.partition("=")
+            if override.is_sweep_override() and "Ambiguous value" in str(error):
+                return ConfigError(key, value, "must be one value: lists as '[1,2]', several runs with --multirun")
+            if key.lstrip("+") == getattr(error, "full_key", None):
+                return ConfigError(key, value, _first_line(error))
     except COMPOSITION_ERRORS:
         pass
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ConfigError("overrides", " ".join(overrides), first)
+    return ConfigError("overrides", " ".join(overrides), _first_line(error))
+
+
+def _names_group(override: str) -> bool:
+    return (conf_dir() / override.partition("=")[0].lstrip("+")).is_dir()
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _faults(override: Override, overrides: Sequence[str]) -> Iterator[ConfigError]:
@@ -79,7 +91,7 @@ def _faults(override: Override, overrides: Sequence[str]) -> Iterator[ConfigErro
         if key != "sweep" and override.is_add():
             yield ConfigError(f"+{key}", show(value), f"must go without the plus: {key}={show(value)}")
         return
-    groups = [text for text in overrides if (conf_dir() / text.partition("=")[0].lstrip("+")).is_dir()]
+    groups = [text for text in overrides if _names_group(text)]
     node: Any = defaults([text for text in groups if "," not in text])
     for part in key.split("."):
         if not isinstance(node, Mapping):

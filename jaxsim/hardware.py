@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxsim.presets import require, typed
 
+HIGHEST = 1e6  # of any figure: a thousand times today's
+
 
 @dataclasses.dataclass(frozen=True)
 class HardwareSpec:
@@ -27,13 +29,13 @@ class HardwareSpec:
     price_per_hour: float | None = None  # any currency
 
     def __post_init__(self) -> None:
-        require("hardware", self, "memory_gib memory_bandwidth_gbps tflops_16bit interconnect_gbps")
+        require("hardware", self, "memory_gib memory_bandwidth_gbps tflops_16bit interconnect_gbps", upto=HIGHEST)
         require("hardware", self, "compute_efficiency bandwidth_efficiency", upto=1)
-        require("hardware", self, "interconnect_latency_us overhead_us overhead_per_seq_us", zero=True)
-        require("hardware", self, "non_torch_gib graph_gib", zero=True)
+        require("hardware", self, "interconnect_latency_us overhead_us overhead_per_seq_us", upto=HIGHEST, zero=True)
+        require("hardware", self, "non_torch_gib graph_gib", upto=HIGHEST, zero=True)
         for key in ("tflops_fp8", "price_per_hour"):
             if getattr(self, key) is not None:
-                require("hardware", self, key)
+                require("hardware", self, key, upto=HIGHEST)
 
 
 def hardware_from_mapping(values: Mapping[str, Any]) -> HardwareSpec:

@@ -13,6 +13,7 @@ from jaxsim.presets import require, typed
 # scale and a 4-bit zero point.
 WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "int4": 0.5 + 2.5 / 128}
 KV_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+HIGHEST = 10**8  # of any size of an architecture
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this
 
 _EXPERT_NAMES = ("num_local_experts", "n_routed_experts")  # Mixtral's and DeepSeek's names of num_experts
@@ -41,6 +42,7 @@ class ModelSpec:
     head_dim: int = 0  # 0: hidden_size / num_attention_heads
     tie_word_embeddings: bool = False
     dtype: str = "bfloat16"
+    checkpoint_dtype: str = "bfloat16"  # as published: what vLLM loads without being asked for another
     kv_cache_dtype: str = "auto"
     hf_id: str = ""
     num_experts: int = 0
@@ -64,9 +66,13 @@ class ModelSpec:
         for key, value in derived.items():
             if not getattr(self, key):
                 object.__setattr__(self, key, value)
-        require("model", self, "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim")
-        require("model", self, "intermediate_size vocab_size max_position_embeddings moe_intermediate_size")
-        require("model", self, "num_experts n_shared_experts first_k_dense_replace q_lora_rank kv_lora_rank", zero=True)
+        for keys in (
+            "hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim",
+            "intermediate_size vocab_size max_position_embeddings moe_intermediate_size",
+        ):
+            require("model", self, keys, upto=HIGHEST)
+        keys = "num_experts n_shared_experts first_k_dense_replace q_lora_rank kv_lora_rank"
+        require("model", self, keys, upto=HIGHEST, zero=True)
         require("model", self, "num_key_value_heads", upto=self.num_attention_heads)
         if self.num_attention_heads % self.num_key_value_heads:
             allowed = f"a divisor of num_attention_heads={self.num_attention_heads}"
@@ -74,8 +80,8 @@ class ModelSpec:
         if self.num_experts:
             require("model", self, "num_experts_per_tok", upto=self.num_experts)
         if self.kv_lora_rank:
-            require("model", self, "qk_nope_head_dim qk_rope_head_dim v_head_dim")
-        for key, known in (("dtype", WEIGHT_BYTES), ("kv_cache_dtype", KV_BYTES)):
+            require("model", self, "qk_nope_head_dim qk_rope_head_dim v_head_dim", upto=HIGHEST)
+        for key, known in (("dtype", WEIGHT_BYTES), ("checkpoint_dtype", WEIGHT_BYTES), ("kv_cache_dtype", KV_BYTES)):
             if getattr(self, key) not in known:
                 raise ConfigError(f"model.{key}", getattr(self, key), f"one of {', '.join(known)}")
 
@@ -120,19 +126,26 @@ def model_from_config_json(path: str | Path, kv_cache_dtype: str = "auto") -> Mo
     Raises ConfigError (key `model.config_json`) for a file that is missing, broken or describes layers other than
     full attention, which have no place in ModelSpec.
     """
-    key, path = "model.config_json", Path(path)
-    if path.is_dir():
-        path = path / "config.json"
+    key = "model.config_json"
+    if not isinstance(path, str | Path):
+        raise ConfigError(key, path, "a path to a Hugging Face config.json")
+    path = Path(path)
     try:
+        path = path / "config.json" if path.is_dir() else path
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         raise ConfigError(key, path, "a readable Hugging Face config.json") from None
+    except RecursionError:
+        raise ConfigError(key, path, "a JSON file, this one is nested too deeply") from None
     except ValueError as error:
         raise ConfigError(key, path, f"a JSON file, this one breaks off: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(key, path, "a JSON object")
     nested = raw.get("text_config")  # multimodal models keep the language model's fields there
     text = {**raw, **nested} if isinstance(nested, dict) else raw
+    for name, kind, words in (("quantization_config", dict, "an object"), ("layer_types", list, "a list")):
+        if text.get(name) is not None and not isinstance(text[name], kind):
+            raise ConfigError(key, path, f"a config.json whose {name} is {words}")
     if reason := _unsupported(text):
         raise ConfigError(key, path, reason)
     quantisation = text.get("quantization_config") or {}
@@ -146,6 +159,7 @@ def model_from_config_json(path: str | Path, kv_cache_dtype: str = "auto") -> Mo
     fields = {field.name for field in dataclasses.fields(ModelSpec)} | set(_EXPERT_NAMES)
     known = {name: value for name, value in text.items() if name in fields and value is not None}
     known |= {"name": str(name), "hf_id": str(name), "dtype": _DTYPES.get(dtype, dtype)}
+    known["checkpoint_dtype"] = known["dtype"]
     return typed("model", ModelSpec, _canonical(known) | {"kv_cache_dtype": kv_cache_dtype})
 
 
@@ -219,7 +233,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unsupported(config: Mapping[str, Any]) -> str:
     """What ModelSpec cannot express of a config.json, as what is allowed; empty if nothing."""
-    layers = set(config.get("layer_types") or ["full_attention"])
+    layers = {str(layer) for layer in config.get("layer_types") or ["full_attention"]}
     slides = config.get("sliding_window") and config.get("use_sliding_window", True)
     if layers != {"full_attention"} or slides or config.get("is_encoder_decoder"):
         return "a decoder with full attention in every layer"

@@ -43,7 +43,7 @@ def _cast(key: str, value: Any, annotation: Any) -> Any:
     if value is None and type(None) in kinds:
         return None
     kind = kinds[0]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300:
         return float(value)
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value

@@ -37,14 +37,15 @@ def prepare(settings: RuntimeSettings) -> None:
         return
     if settings.compilation_cache == "auto" and jax.config.jax_compilation_cache_dir:  # pyright: ignore
         return  # the user has said where, in JAX's own way
-    folder = cache_dir() if settings.compilation_cache == "auto" else Path(settings.compilation_cache)
+    auto = settings.compilation_cache == "auto"
     try:
+        folder = cache_dir() if auto else Path(settings.compilation_cache)
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if settings.compilation_cache == "auto":
+    except (OSError, RuntimeError, ValueError) as error:  # not writable, no home folder, no path at all
+        if auto:
             return
-        raise ConfigError(
-            "runtime.compilation_cache", folder, f"must be a writable folder ({error.strerror})"
-        ) from None
+        why = getattr(error, "strerror", None) or str(error)
+        allowed = f"must be a writable folder ({why})"
+        raise ConfigError("runtime.compilation_cache", settings.compilation_cache, allowed) from None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

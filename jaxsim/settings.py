@@ -15,6 +15,9 @@ from jaxsim.errors import ConfigError
 
 Settings = TypeVar("Settings")
 
+HIGHEST = 1e9  # of any number without a bound of its own: products of a few stay far from the end of a float or int64
+MOST_TOKENS = 2**22 - 1  # scheduled in one iteration: the cost table has an entry for each number of tokens
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -33,9 +36,9 @@ class Rule:
         if self.kind in ("integer", "number"):
             words = "an integer" if self.kind == "integer" else "a number"
             if self.low > -math.inf:
-                words += f" {'above' if self.above else 'from'} {self.low:g}"
+                words += f" {'above' if self.above else 'from'} {self.low:.10g}"
             if self.high < math.inf:
-                words += f" {'up ' if self.low > -math.inf else ''}to {self.high:g}"
+                words += f" {'up ' if self.low > -math.inf else ''}to {self.high:.10g}"
         elif self.kind == "flag":
             words = "true or false"
         else:
@@ -61,7 +64,7 @@ class Rule:
         number = isinstance(item, int | float) and not isinstance(item, bool)
         if self.kind in ("integer", "number") and number and (self.kind == "number" or isinstance(item, int)):
             inside = (item > self.low if self.above else item >= self.low) and item <= self.high
-            if inside and math.isfinite(item):
+            if inside:
                 return float(item) if self.kind == "number" else item
         elif self.kind == "flag" and isinstance(item, bool):
             return item
@@ -74,12 +77,12 @@ def _setting(rule: Rule, default: Any) -> Any:
     return field(default=default, metadata={"rule": rule})
 
 
-def integer(default: Any, low: float = 1, **rule: Any) -> Any:
-    return _setting(Rule("integer", low=low, **rule), default)
+def integer(default: Any, low: float = 1, high: float = HIGHEST, **rule: Any) -> Any:
+    return _setting(Rule("integer", low=low, high=high, **rule), default)
 
 
-def number(default: Any, low: float = 0, **rule: Any) -> Any:
-    return _setting(Rule("number", low=low, **rule), default)
+def number(default: Any, low: float = 0, high: float = HIGHEST, **rule: Any) -> Any:
+    return _setting(Rule("number", low=low, high=high, **rule), default)
 
 
 def flag(default: bool) -> Any:
@@ -94,8 +97,8 @@ def text(default: Any, **rule: Any) -> Any:
 class EngineSettings:
     """The server's flags in vLLM's names; null where the value follows from the model, the GPU or the workload."""
 
-    max_num_seqs: int | None = integer(None, optional=True)
-    max_num_batched_tokens: int | None = integer(None, optional=True)
+    max_num_seqs: int | None = integer(None, high=MOST_TOKENS, optional=True)
+    max_num_batched_tokens: int | None = integer(None, high=MOST_TOKENS, optional=True)
     max_model_len: int | None = integer(None, low=2, optional=True)
     gpu_memory_utilization: float = number(0.92, above=True, high=1)
     block_size: int = integer(16, high=1024)
@@ -130,13 +133,13 @@ class SloSettings:
 class SearchSettings:
     """The grid, the replicates and the precision of a search."""
 
-    max_num_seqs: tuple[int, ...] = integer((8, 16, 32, 64, 128, 256), many="list")
-    max_num_batched_tokens: tuple[int, ...] = integer((2048, 4096, 8192), many="list")
+    max_num_seqs: tuple[int, ...] = integer((8, 16, 32, 64, 128, 256), high=MOST_TOKENS, many="list")
+    max_num_batched_tokens: tuple[int, ...] = integer((2048, 4096, 8192), high=MOST_TOKENS, many="list")
     load: bool = flag(True)
     concurrency: bool = flag(True)
     seeds: int = integer(10, high=1000)
     first_seed: int = integer(0, low=0)
-    num_requests: int | None = integer(2000, low=10, optional=True)
+    num_requests: int | None = integer(2000, low=10, high=10**7, optional=True)
     warmup: float = number(0.1, high=0.9)
     step: float = number(0.02, low=0.001, high=1)
     think_time_s: float = number(0.0, high=1e4)
@@ -152,7 +155,7 @@ class TrackingSettings:
 @dataclass(frozen=True)
 class RuntimeSettings:
     devices: int | None = integer(None, high=1024, optional=True)
-    lanes: int | None = integer(64, optional=True)
+    lanes: int | None = integer(64, high=65536, optional=True)
     compilation_cache: str | None = text("auto", optional=True)
 
 

@@ -67,7 +67,7 @@ def test_hydras_own_flags_work(run):
         (["foo"], "foo=: cannot be read; must be key=value"),
         (["search.max_num_seqs=[1,2"], "search.max_num_seqs=[1,2: cannot be read; must be key=value"),
         (["--nonsense"], "flags=--nonsense +sweep=slo_search: unrecognized arguments"),
-        (["engine.max_num_seqs=many"], "engine.max_num_seqs=many: must be an integer from 1, or null"),
+        (["engine.max_num_seqs=many"], "engine.max_num_seqs=many: must be an integer from 1 up to 4194303, or null"),
         (["slo.percentile=0"], "slo.percentile=0: must be a number above 0 up to 100"),
         (["slo.ttft_ms=null"], "slo.ttft_ms=null: must be a number unless slo.tpot_ms or slo.e2el_ms is one"),
         (["search.load=false", "search.concurrency=false"], "search.load=false: must be true unless"),
@@ -83,6 +83,18 @@ def test_hydras_own_flags_work(run):
         (["search.max_num_seqs=[4096]", "search.max_num_batched_tokens=[2048]"], "must be at least max_num_seqs=4096"),
         (["engine.enable_chunked_prefill=false"], "must be at least max_model_len=16384"),
         (["engine.max_model_len=1000"], "workload.too_long=error: "),
+        (["engine=null"], "engine=null: no such preset; must be one of vllm"),
+        (["search.seeds=2", "search=5"], "search=5: no such preset; must be one of grid"),
+        (["engine=5"], "engine=5: no such preset; must be one of vllm"),
+        (["slo.ttft_ms=${foo}"], "slo.ttft_ms=${foo}: Interpolation key 'foo' not found"),
+        (["slo.ttft_ms=4,6"], "slo.ttft_ms=4,6: must be one value: lists as '[1,2]', several runs with --multirun"),
+        (["engine.max_num_seqs=8"], "engine.max_num_seqs=8: is searched: use search.max_num_seqs=[8]"),
+        (["engine.max_num_batched_tokens=9"], "engine.max_num_batched_tokens=9: is searched: use search.max_num_ba"),
+        (["hydra.run.dir=/dev/null/made"], "hydra.run.dir=/dev/null/made: must be a writable folder (Not a directory)"),
+        (["model.config_json=5"], "model.config_json=5: a path to"),
+        (["workload.path=5", "workload=trace"], "workload.path=5: must be a text"),
+        (["hardware.memory_bandwidth_gbps=1e-9"], "hardware=H100-80GB: must be fast enough"),
+        (["hardware.tflops_16bit=1e300"], "hardware.tflops_16bit=1e+300: above 0 and at most 1e+06"),
         (["workload=trace", "workload.path=/nowhere.csv"], "workload.path=/nowhere.csv: "),
     ],
 )
@@ -114,7 +126,8 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     summary, rows = results(tmp_path / "made")
     assert [(row["max_num_seqs"], row["status"]) for row in rows] == [("8", "ok"), ("64", "ok")]
     assert summary["max_num_seqs"] in (8, 64) and summary["max_num_batched_tokens"] == 2048
-    assert summary["p99_ttft_ms"] <= 200 and summary["slo_met"] == 1 and summary["stable"]
+    assert summary["p99_ttft_ms"] <= 200 and summary["slo_met"] == 1 and summary["stable"] is True
+    assert summary["tied_with"] is None and summary["largest_load_rps"] == summary["load_rps"]  # 2 seeds: no ties
     assert summary["completed"] == 100 and summary["failed"] == 0
     assert summary["limited_by"] in ("seats", "KV cache", "token budget", "compute")
     best = next(row for row in rows if int(row["max_num_seqs"]) == summary["max_num_seqs"])
@@ -166,6 +179,63 @@ def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
     assert summary["status"] == "interrupted"
     assert [row["status"] for row in rows] == ["unfinished", "unfinished"]
     assert all(float(row["load_rps"]) > 0 for row in rows)
+
+
+def test_an_interrupted_first_round_says_nothing_about_capacity(run, tmp_path, monkeypatch):
+    from jaxsim.studies import slo_search
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slo_search, "simulate_many", interrupted)
+    code, _, err = run("+sweep=slo_search", "tracking=disabled", "hydra.run.dir=made", *SMALL)
+    assert code == 130 and err == ""
+    summary, rows = results(tmp_path / "made")
+    assert summary["status"] == "interrupted" and summary["max_num_seqs"] is None
+    assert all(row["status"] == "unfinished" and not row.get("clients") for row in rows)
+
+
+def test_a_run_folder_that_fails_costs_the_files_only(run, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("jaxsim.studies.job.write_json", full)
+    words = ["engine.max_num_seqs=8", "engine.max_num_batched_tokens=2048", "slo.percentile=90", "tracking=disabled"]
+    code, out, err = run("+sweep=evaluate", "hydra.run.dir=made", *words, *SMALL)
+    assert code == 2 and "Latencies at" in out and "p90" in out and "vllm serve" in out
+    assert err.startswith("hydra.run.dir=") and err.endswith("must be a writable folder (No space left on device)\n")
+    assert err.count("\n") == 1
+
+
+def test_a_cap_is_shown_as_such_and_static_batching_has_no_serve_line(run, tmp_path):
+    words = ["slo.ttft_ms=1e6", "search.load=false", "engine.batching=static", "tracking=disabled"]
+    code, out, err = run("+sweep=slo_search", "hydra.run.dir=made", *SMALL, *words)
+    assert code == 0, err
+    summary, rows = results(tmp_path / "made")
+    assert summary["clients"] == 50 and summary["capped"] == "clients"  # half of the requests
+    assert summary["reason"] == "the highest clients tried passed" and "concurrency" in out and ">= 50" in out
+    assert "vllm serve" not in out and "vllm_serve" not in summary
+
+
+def test_no_home_is_no_error(monkeypatch):
+    from jaxsim import runtime
+    from jaxsim.settings import RuntimeSettings
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(runtime, "cache_dir", homeless)
+    monkeypatch.setattr(runtime.jax.config, "update", lambda *_: None)
+    runtime.prepare(RuntimeSettings())
+
+
+def test_an_interrupt_during_the_imports_leaves_no_traceback(run, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxsim.command.command", interrupted)
+    code, _, err = run("+sweep=slo_search")
+    assert code == 130 and err == ""
 
 
 def test_evaluate_says_everything_about_each_load(run, tmp_path):

@@ -178,3 +178,9 @@ def test_tpot_on_h100_as_measured():
                 mean += share * (decode + (linear + chunks * per_chunk) / 1e12)
             tpot = (tpot + mean) / 2
         assert tpot == pytest.approx(tpot_measured, rel=0.08), stage
+
+
+def test_an_iteration_too_slow_for_the_clock_is_refused():
+    slow = dataclasses.replace(hardware("h100"), memory_bandwidth_gbps=1e-9)
+    with pytest.raises(ConfigError, match=r"^hardware=H100-80GB: must be fast enough: an iteration takes up to "):
+        Roofline(model("llama3_1_8b"), slow).table(2048, 64)

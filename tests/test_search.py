@@ -104,8 +104,8 @@ def stand_in(carries, holds):
 def run_search(carries, holds, seats=(8, 32), seeds=3, **settings):
     requests = [Requests(np.arange(40.0), np.full(40, seed), np.ones(40, int)) for seed in range(seeds)]
     search = CapacitySearch(
-        candidates(*seats), Replicates(requests, [1.0] * seeds, [0] * seeds), None, SloSettings(), SearchSettings(**settings),
-        stand_in(carries, holds),
+        candidates(*seats), Replicates(requests, [1.0] * seeds, [0] * seeds), None, SloSettings(),
+        SearchSettings(**settings), stand_in(carries, holds),
     )  # fmt: skip
     simulated = []
     while not search.done:
@@ -137,6 +137,18 @@ def test_what_the_slo_forbids_at_any_load_is_zero_with_the_reason():
     assert load.reason == "p99 TTFT 300 ms above 200 ms"
 
 
+def test_a_seed_that_was_not_told_anything_yet_has_no_value():
+    requests = [Requests(np.arange(40.0), np.ones(40, int), np.ones(40, int))]
+    sampled = Replicates(requests, [1.0], [0])
+    search = CapacitySearch(
+        candidates(8), sampled, None, SloSettings(), SearchSettings(), stand_in(lambda *_: 1, lambda _: 4)
+    )
+    assert not found(search, "clients", 0).known
+    while not search.done:
+        search.round()
+    assert found(search, "clients", 0).known and not found(search, "clients", 0).capped
+
+
 def test_only_what_is_asked_for_is_searched():
     assert run_search(lambda *_: 1.0, lambda _: 4, concurrency=False).found("clients", 0) is None
     assert run_search(lambda *_: 1.0, lambda _: 4, load=False).found("load", 0) is None
@@ -153,9 +165,12 @@ def test_the_best_is_the_largest_mean_and_ties_go_to_fewer_seats():
         (32, 1): np.array([2.0, 2.1, 1.9]),
         (64, 1): np.array([2.02, 2.09, 1.92]),
     }
-    assert choose(values) == (32, 1)  # paired differences 0.02, -0.01, 0.02: an interval around 0
+    assert choose(values) == ((32, 1), (64, 1))  # paired differences 0.02, -0.01, 0.02: an interval around 0
     values[64, 1] = np.array([2.1, 2.21, 2.0])  # 0.1, 0.11, 0.1: clearly more
-    assert choose(values) == (64, 1)
+    assert choose(values) == ((64, 1), (64, 1))
+    # Of two seeds the interval is 12.7 standard errors wide: no tie.
+    two = {key: value[:2] for key, value in values.items()}
+    assert choose(two) == ((64, 1), (64, 1))
     assert choose({(8, 1): np.zeros(3)}) is None and choose({}) is None
 
 
@@ -186,6 +201,8 @@ def test_limited_by_is_the_most_frequent_refusal():
     runs = [simulation([1.0], refused_seats=3), simulation([1.0], refused_kv=4, refused_seats=2)]
     assert limited_by(runs) == "seats"
     assert limited_by([simulation([1.0])]) == "compute"
+    assert limited_by([simulation([1.0], refused_kv=9, iterations=1000)]) == "compute"
+    assert limited_by([simulation([1.0], refused_kv=6, refused_seats=4, iterations=1000)]) == "KV cache"
 
 
 def test_instances_carry_the_interval_of_the_capacity():

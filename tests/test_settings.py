@@ -23,9 +23,9 @@ def server(*overrides: str, **flags) -> Server:
 @pytest.mark.parametrize(
     ("kind", "key", "value", "allowed"),
     [
-        (EngineSettings, "max_num_seqs", 0, "an integer from 1, or null"),
-        (EngineSettings, "max_num_seqs", 8.0, "an integer from 1, or null"),
-        (EngineSettings, "max_num_seqs", True, "an integer from 1, or null"),
+        (EngineSettings, "max_num_seqs", 0, "an integer from 1 up to 4194303, or null"),
+        (EngineSettings, "max_num_seqs", 8.0, "an integer from 1 up to 4194303, or null"),
+        (EngineSettings, "max_num_seqs", True, "an integer from 1 up to 4194303, or null"),
         (EngineSettings, "block_size", "16k", "an integer from 1 up to 1024"),
         (EngineSettings, "gpu_memory_utilization", 0, "a number above 0 up to 1"),
         (EngineSettings, "gpu_memory_utilization", 1.01, "a number above 0 up to 1"),
@@ -33,9 +33,14 @@ def server(*overrides: str, **flags) -> Server:
         (EngineSettings, "enable_chunked_prefill", "yes", "true or false"),
         (EngineSettings, "batching", "dynamic", "one of continuous, static"),
         (SloSettings, "percentile", 100.5, "a number above 0 up to 100"),
-        (SearchSettings, "max_num_seqs", [], "a list, not empty, each an integer from 1"),
-        (SearchSettings, "max_num_seqs", 8, "a list, not empty, each an integer from 1"),
-        (SearchSettings, "max_num_seqs", [8, "x"], "a list, not empty, each an integer from 1"),
+        (SearchSettings, "max_num_seqs", [], "a list, not empty, each an integer from 1 up to 4194303"),
+        (SearchSettings, "max_num_seqs", 8, "a list, not empty, each an integer from 1 up to 4194303"),
+        (SearchSettings, "max_num_seqs", [8, "x"], "a list, not empty, each an integer from 1 up to 4194303"),
+        (EngineSettings, "max_num_batched_tokens", 2**22, "an integer from 1 up to 4194303, or null"),
+        (SearchSettings, "num_requests", 10**7 + 1, "an integer from 10 up to 10000000, or null"),
+        (SearchSettings, "seeds", 10**400, "an integer from 1 up to 1000"),
+        (SloSettings, "ttft_ms", 10**400, "a number above 0 up to 1000000000, or null"),
+        (settings.RuntimeSettings, "lanes", 65537, "an integer from 1 up to 65536, or null"),
         (SearchSettings, "seeds", None, "an integer from 1 up to 1000"),
     ],
 )
@@ -140,6 +145,12 @@ def test_serve_line_names_what_differs_from_the_defaults_of_vllm():
         "--max-num-active-seqs 32",
     ):
         assert flag in line
+
+
+def test_serve_line_asks_for_fp8_only_where_the_checkpoint_is_not():
+    assert "--quantization fp8" in serve_line(server("model.dtype=float8"))
+    published = server("model=deepseek_v3", "hardware=h200", tensor_parallel_size=8)
+    assert published.model.dtype == "float8" and "--quantization" not in serve_line(published)
 
 
 def test_a_grid_keeps_a_setting_that_cannot_start_with_its_reason():

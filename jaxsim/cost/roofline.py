@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 
 from jaxsim.engine.cost import CostTable
+from jaxsim.errors import ConfigError
 from jaxsim.hardware import HardwareSpec
 from jaxsim.model import WEIGHT_BYTES, ModelSpec, check_tensor_parallel, kv_bytes_per_token, parameters
 
@@ -16,6 +17,7 @@ PS = 10**12
 # Fused attention reaches less of the dense rate than a matrix product: softmax runs on other units, and causal tiles
 # are half empty. FlashAttention-2 and -3 report 0.6 to 0.75 of the peak at long prompts, GEMMs 0.8 to 0.9.
 ATTENTION_SHARE = 0.7
+LONGEST_ITERATION_S = 1000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +32,31 @@ class Roofline:
         check_tensor_parallel(self.model, self.tensor_parallel_size)
 
     def table(self, max_tokens: int, max_seqs: int) -> CostTable:
-        """Costs of iterations of up to `max_tokens` scheduled tokens, integer picoseconds, each rounded once."""
+        """Costs of iterations of up to `max_tokens` scheduled tokens, integer picoseconds, each rounded once.
+
+        Raises ConfigError (key `hardware`) where an iteration would take so long that the clock may run out.
+        """
         per_seq_s = self.head_flops / self.rate(16) + self.hardware.overhead_per_seq_us * 1e-6
         kv_read_s = kv_bytes_per_token(self.model, self.tensor_parallel_size) / self.bandwidth
         # MLA's heads all read one latent vector: there decode attention can be bound by compute.
         decode_ctx_s = max(kv_read_s, self.decode_attention_flops / (self.rate(16) * ATTENTION_SHARE))
+        pair_s = self.prefill_attention_flops / (self.rate(16) * ATTENTION_SHARE)
+        linear_s = self.linear_s(np.arange(max_tokens + 1))
+        prompt = min(max_tokens, self.model.max_position_embeddings)
+        worst_s = self.hardware.overhead_us * 1e-6 + linear_s.max() + per_seq_s * max_seqs
+        worst_s += pair_s * prompt * (prompt + 1) / 2 + decode_ctx_s * self.model.max_position_embeddings
+        if not worst_s <= LONGEST_ITERATION_S:
+            allowed = f"must be fast enough: an iteration takes up to {worst_s:.3g} s, at most "
+            raise ConfigError("hardware", self.hardware.name, f"{allowed}{LONGEST_ITERATION_S:,.0f} s are simulated")
         return CostTable(
             step_ps=_ps(self.hardware.overhead_us * 1e-6),
             prefill_token_ps=0,
             prefill_seq_ps=_ps(per_seq_s),
             decode_seq_ps=_ps(per_seq_s),
             prefill_ctx_ps=_ps(kv_read_s),
-            pair_ps=_ps(self.prefill_attention_flops / (self.rate(16) * ATTENTION_SHARE)),
+            pair_ps=_ps(pair_s),
             decode_ctx_ps=_ps(decode_ctx_s),
-            linear_ps=np.rint(self.linear_s(np.arange(max_tokens + 1)) * PS).astype(np.int64),
+            linear_ps=np.rint(linear_s * PS).astype(np.int64),
             decode_base_ps=None,
             decode_ctx_table_ps=None,
         )

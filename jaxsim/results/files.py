@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxsim.errors import ConfigError
+
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Indented JSON; NaN and infinity become null, which JSON has no number for."""
@@ -24,6 +26,11 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows({key: "" if value is None else value for key, value in plain(row).items()} for row in rows)
     draft.replace(path)
+
+
+def unwritable(key: str, folder: object, error: OSError) -> ConfigError:
+    """The error of a run folder, named by `key`, that cannot be written into."""
+    return ConfigError(key, folder, f"must be a writable folder ({error.strerror or error})")
 
 
 def plain(value: Any) -> Any:

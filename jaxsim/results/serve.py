@@ -19,7 +19,7 @@ SWITCHES = {
     "enable_prefix_caching": ("enable-prefix-caching", True),
     "async_scheduling": ("async-scheduling", True),
 }
-# Those of 16 bits and int4 come from the checkpoint, but float16 has to be asked for where it holds bfloat16.
+# Asked for where the checkpoint holds another; int4 always comes from the checkpoint.
 DTYPES = {"float8": "--quantization fp8", "float16": "--dtype float16"}
 
 
@@ -38,7 +38,7 @@ def vllm_serve(model: ModelSpec, flags: EngineSettings, engine: EngineConfig) ->
         words.append(f"--gpu-memory-utilization {flags.gpu_memory_utilization:g}")
     if flags.num_gpu_blocks_override is not None:
         words.append(f"--num-gpu-blocks-override {flags.num_gpu_blocks_override}")
-    if model.dtype in DTYPES:
+    if model.dtype in DTYPES and model.dtype != model.checkpoint_dtype:
         words.append(DTYPES[model.dtype])
     if model.kv_cache_dtype != "auto":
         words.append(f"--kv-cache-dtype {model.kv_cache_dtype}")

@@ -1,6 +1,5 @@
 """The largest load and the largest concurrency of every setting and seed that meet the SLO, and the best setting."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from jaxsim.settings import SearchSettings, SloSettings
 
 LOWEST_RPS, HIGHEST_RPS = 0.01, 1e5
 LONGEST_RUN_S = 1e6  # keeps the int64 picosecond clock far from its end
+TIE_SEEDS = 3  # at least, for an interval to make a tie
 SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that meets an SLO
 
 
@@ -28,6 +28,11 @@ class Found(NamedTuple):
     reason: str  # why the next value failed; of the first seed
     lowest: float  # the lowest value on the ladder
     runs: list[Simulation]  # of the passing values, at most one per seed
+
+    @property
+    def known(self) -> bool:
+        """Whether every value is one: a seed that nothing was said about yet has none."""
+        return self.finished or bool((self.values > 0).all())
 
 
 class CapacitySearch:
@@ -133,19 +138,26 @@ class CapacitySearch:
         )
 
 
-def choose(values: Mapping[tuple[int, int], np.ndarray]) -> tuple[int, int] | None:
-    """The setting (max_num_seqs, max_num_batched_tokens) with the largest mean over seeds; None if all are 0.
+class Choice(NamedTuple):
+    """Settings as (max_num_seqs, max_num_batched_tokens)."""
+
+    best: tuple[int, int]
+    largest: tuple[int, int]  # the largest mean; another one than `best` where the two are tied
+
+
+def choose(values: Mapping[tuple[int, int], np.ndarray]) -> Choice | None:
+    """The setting with the largest mean over seeds, or one tied with it; None if all are 0.
 
     `values` are [S] per setting, seeds paired. Settings whose paired 95 % interval to the largest holds 0 are ties, and
-    the smallest max_num_seqs among them is taken; then the larger mean.
+    the smallest max_num_seqs among them is taken; then the larger mean. Below 3 seeds the interval says nothing (of two
+    it is 12.7 standard errors wide) and the largest is taken.
     """
     if not values or max(value.mean() for value in values.values()) <= 0:
         return None
     largest = max(values, key=lambda key: (values[key].mean(), -key[0], -key[1]))
     ties = [largest]
-    for key, value in values.items():
+    for key, value in values.items() if len(values[largest]) >= TIE_SEEDS else ():
         difference = paired_interval(values[largest], value)
-        half = 0.0 if math.isnan(difference.half_width) else difference.half_width
-        if value.mean() > 0 and difference.mean <= half:
+        if value.mean() > 0 and difference.mean <= difference.half_width:
             ties.append(key)
-    return min(ties, key=lambda key: (key[0], -values[key].mean(), key[1]))
+    return Choice(min(ties, key=lambda key: (key[0], -values[key].mean(), key[1])), largest)

@@ -15,6 +15,7 @@ from jaxsim.workload import TraceWorkload, Workload, drop_or_refuse
 
 PERCENTILES = (50, 95, 99)
 LIMITS = {"seats": "refused_seats", "KV cache": "refused_kv", "token budget": "refused_budget"}
+SELDOM = 0.01  # of the iterations: a limit reached less often than that limits nothing
 
 
 Simulate = Callable[..., list[Simulation]]  # `jaxsim.engine.simulate_many`, or a stand-in
@@ -92,10 +93,14 @@ def limits_ms(slo: SloSettings) -> dict[str, float]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
+def percentiles(slo: SloSettings) -> tuple[float, ...]:
+    """Percentiles that are reported, ascending."""
+    return tuple(sorted({*PERCENTILES, slo.percentile}))
+
+
 def figures(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str, Any]:
     """Everything reported about one run: the keys of `vllm bench serve`, and what the server did."""
-    percentiles = tuple(sorted({*PERCENTILES, slo.percentile}))
-    row: dict[str, Any] = summarise(simulation, warmup, percentiles, limits_ms(slo))
+    row: dict[str, Any] = summarise(simulation, warmup, percentiles(slo), limits_ms(slo))
     row |= {key: value for key, value in simulation.totals._asdict().items() if np.isscalar(value)}
     row["preemptions_per_request"] = simulation.totals.num_preemptions / max(1, len(simulation.prompt_len))
     row["stable"] = float(not is_growing(simulation))
@@ -109,13 +114,15 @@ def over_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Interval]:
 
 
 def limited_by(simulations: Iterable[Simulation]) -> str:
-    """What most often refused the head of the waiting queue; "compute" if nothing ever did."""
+    """What most often refused the head of the waiting queue; "compute" if that happened in below 1 % of iterations."""
+    simulations = list(simulations)
     counts = dict.fromkeys(LIMITS, 0)
     for simulation in simulations:
         for name, total in LIMITS.items():
             counts[name] += int(getattr(simulation.totals, total))
     most = max(counts, key=lambda name: counts[name])
-    return most if counts[most] else "compute"
+    iterations = sum(int(simulation.totals.iterations) for simulation in simulations)
+    return most if counts[most] and sum(counts.values()) >= SELDOM * iterations else "compute"
 
 
 def number_of_instances(target_rps: float, load: Interval) -> tuple[int, int | None, int | None]:

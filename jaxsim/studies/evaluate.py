@@ -9,13 +9,11 @@ from jaxsim.engine import Cost, EngineConfig, Simulation, Status, simulate, simu
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
-from jaxsim.results.files import plain, write_csv, write_json
+from jaxsim.results.files import plain
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.evaluate import figures, limited_by, over_seeds, warmup_share
+from jaxsim.search.evaluate import figures, limited_by, over_seeds, percentiles, warmup_share
 from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
-
-PERCENTILES = (50, 95, 99)
 
 
 def run(job: Job) -> None:
@@ -59,11 +57,20 @@ def run(job: Job) -> None:
             )
         except KeyboardInterrupt:
             interrupted = True
-    rows = []
+    rows: list[dict[str, Any]] = []
     for index, point in enumerate(points):
         mine = [runs[i] for i in range(index * seeds, (index + 1) * seeds) if i in runs]
         if mine:
             rows.append(_row(job, key, point, mine))
+    for row in rows:
+        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)})
+        _show(job, key, row)
+    tables = {"candidates": [{name: value for name, value in row.items() if name != "ci95"} for row in rows]}
+    try:
+        if asked.series and not interrupted:
+            tables["series"] = _series(job, candidate.engine, cost, key, points)
+    except KeyboardInterrupt:
+        interrupted = True
     summary = {
         "sweep": job.sweep,
         "status": "interrupted" if interrupted else "ok",
@@ -77,24 +84,9 @@ def run(job: Job) -> None:
     }
     if candidate.engine.batching == "continuous":
         summary["vllm_serve"] = vllm_serve(job.server.model, job.server.flags, candidate.engine)
-    summary |= rows[0] if len(rows) == 1 else {"points": rows}
-    files = [job.folder / "summary.json", job.folder / "candidates.csv"]
-    flat = [{name: value for name, value in row.items() if name != "ci95"} for row in rows]
-    write_json(files[0], summary)
-    write_csv(files[1], flat)
-    if asked.series and not interrupted:
-        files.append(job.folder / "series.csv")
-        write_csv(files[2], _series(job, candidate.engine, cost, key, points))
-    for row in rows:
-        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)})
-        _show(job, key, row)
-    if "vllm_serve" in summary:
         job.console.print(f"start it   {summary['vllm_serve']}", soft_wrap=True)
-    tracking.table("candidates", [plain(row) for row in flat])
-    tracking.summary({name: value for name, value in plain(summary).items() if not isinstance(value, dict | list)})
-    tracking.artifact("results", files)
-    for line in [f"results    {job.folder}", *(tracking.finish() or [])]:
-        job.console.print(line, soft_wrap=True)
+    summary |= rows[0] if len(rows) == 1 else {"points": rows}
+    job.finish(tracking, summary, tables)
     if interrupted:
         raise KeyboardInterrupt
 
@@ -142,7 +134,7 @@ def _show(job: Job, key: str, row: dict[str, Any]) -> None:
         return terminal.interval(intervals.get(name))
 
     title = f"{row[key]:g} {'clients' if key == 'clients' else 'req/s'}"
-    job.console.print(terminal.latency_table(f"Latencies at {title}", intervals, PERCENTILES))
+    job.console.print(terminal.latency_table(f"Latencies at {title}", intervals, percentiles(job.slo)))
     pairs = [
         ("throughput", f"{shown('request_throughput')} req/s, {shown('output_throughput')} output tokens/s"),
         ("goodput", f"{shown('request_goodput')} req/s within the limits"),

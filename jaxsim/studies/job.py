@@ -1,7 +1,7 @@
 """A command's settings, checked and turned into the things to simulate, and where its results go."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxsim import settings as schema
 from jaxsim.errors import ConfigError
+from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.search.evaluate import Replicates, replicates
 from jaxsim.search.space import Server
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
@@ -44,6 +45,9 @@ class Job:
                 raise ConfigError(key, schema.show(settings.get(key)), "must be a preset of that group")
         groups = {key: schema.read(kind, key, settings.get(key, {})) for key, kind in schema.GROUPS.items()}
         server = Server.of(settings, groups["engine"])
+        path = settings["workload"].get("path")
+        if path is not None and not isinstance(path, str):
+            raise ConfigError("workload.path", schema.show(path), "must be a text, the path of a trace file")
         workload = workload_from_config(settings["workload"])
         too_long = settings["workload"].get("too_long", "error")
         sampled = replicates(workload, groups["search"], server.max_model_len, too_long)
@@ -65,6 +69,27 @@ class Job:
         """Starts the W&B run."""
         tracking: TrackingSettings = self.groups["tracking"]
         return Tracking(tracking, self.settings, self.folder, self.sweep, self.group)
+
+    def finish(
+        self, tracking: Tracking, summary: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """Writes summary.json and a CSV file per table, hands them to W&B and says where they are.
+
+        Raises `ConfigError` where the run folder cannot be written into.
+        """
+        files = {name: self.folder / f"{name}.csv" for name in tables}
+        try:
+            write_json(self.folder / "summary.json", summary)
+            for name, rows in tables.items():
+                write_csv(files[name], rows)
+        except OSError as error:
+            tracking.finish()
+            raise unwritable(f"hydra.{'sweep' if self.group else 'run'}.dir", self.folder, error) from None
+        tracking.table("candidates", [plain(row) for row in tables["candidates"]])
+        tracking.summary({key: value for key, value in plain(summary).items() if not isinstance(value, dict | list)})
+        tracking.artifact("results", [self.folder / "summary.json", *files.values()])
+        for line in [f"results    {self.folder}", *(tracking.finish() or [])]:
+            self.console.print(line, soft_wrap=True)
 
     def seconds(self) -> float:
         return time.monotonic() - self.start

@@ -1,6 +1,6 @@
 """The main job: which setting carries the largest load within the SLO, how much, and what limits it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,21 @@ from jaxsim.errors import ConfigError
 from jaxsim.memory import requests_that_fit
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
-from jaxsim.results.files import plain, write_csv, write_json
 from jaxsim.results.serve import vllm_serve
 from jaxsim.search.capacity import CapacitySearch, Found, choose
-from jaxsim.search.evaluate import figures, limited_by, limits_ms, number_of_instances, over_seeds, warmup_share
+from jaxsim.search.evaluate import (
+    figures,
+    limited_by,
+    limits_ms,
+    number_of_instances,
+    over_seeds,
+    percentiles,
+    warmup_share,
+)
 from jaxsim.settings import show
 from jaxsim.studies.job import Job
 
+COLUMNS = {"load": "load_rps", "clients": "clients"}
 UNITS = {"load": "req/s", "clients": "clients"}
 
 
@@ -28,9 +36,16 @@ def run(job: Job) -> None:
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
     if not limits_ms(slo):
         raise ConfigError("slo.ttft_ms", "null", "must be a number unless slo.tpot_ms or slo.e2el_ms is one")
+    for key in ("max_num_seqs", "max_num_batched_tokens"):
+        value = getattr(job.server.flags, key)
+        if value is not None:
+            raise ConfigError(f"engine.{key}", value, f"is searched: use search.{key}=[{value}]")
     grid = job.server.grid(search)
     candidates = [candidate for candidate in grid if candidate.engine is not None]
-    cost = job.server.cost(max(search.max_num_batched_tokens), max(search.max_num_seqs))
+    cost = job.server.cost(
+        max(candidate.max_num_batched_tokens for candidate in candidates),
+        max(candidate.max_num_seqs for candidate in candidates),
+    )
     simulate = partial(simulate_many, lanes=job.runtime.lanes)
     capacity = CapacitySearch(candidates, job.replicates, cost, slo, search, simulate)
     tracking = job.track()
@@ -47,15 +62,8 @@ def run(job: Job) -> None:
             interrupted = True
     rows, found = _rows(job, grid, capacity)
     summary = _summary(job, capacity, rows, found, interrupted)
-    files = [job.folder / "summary.json", job.folder / "candidates.csv"]
-    write_json(files[0], summary)
-    write_csv(files[1], rows)
     _show(job, rows, summary)
-    tracking.table("candidates", [plain(row) for row in rows])
-    tracking.summary({key: value for key, value in plain(summary).items() if not isinstance(value, dict | list)})
-    tracking.artifact("results", files)
-    for line in [f"results    {job.folder}", *(tracking.finish() or [])]:
-        job.console.print(line, soft_wrap=True)
+    job.finish(tracking, summary, {"candidates": rows})
     if interrupted:
         raise KeyboardInterrupt
     if summary["max_num_seqs"] is None:
@@ -87,26 +95,29 @@ def _rows(job: Job, grid: Sequence[Any], capacity: CapacitySearch) -> tuple[list
         if candidate.engine is not None:
             row["num_gpu_blocks"] = candidate.engine.num_gpu_blocks
             results = {kind: capacity.found(kind, started[candidate]) for kind in UNITS}
-            for kind, result in results.items():
-                if result is not None:
-                    name = "load_rps" if kind == "load" else "clients"
+            for kind, name in COLUMNS.items():
+                result = results[kind]
+                if result is not None and result.known:
                     row |= {name: result.interval.mean, f"{name}_ci95": result.interval.half_width}
                     row[f"{name}_per_seed"] = " ".join(f"{value:.6g}" for value in result.values)
             best = results[main]
-            row |= _status([result for result in results.values() if result], best)
-            if best is not None and best.runs:
+            row |= _status(results, best)
+            if best is not None and best.runs and best.known:
                 found[key] = best
                 row |= _means(job, best)
         rows.append(row)
     return rows, found
 
 
-def _status(results: Sequence[Found], best: Found | None) -> dict[str, str]:
-    if best is None or not all(result.finished for result in results):
+def _status(results: Mapping[str, Found | None], best: Found | None) -> dict[str, str]:
+    """Columns status, reason and capped: the columns in which the true value may be larger."""
+    if best is None or not all(result.finished for result in results.values() if result):
         return {"status": "unfinished", "reason": "interrupted; the values are the largest that passed so far"}
     if not best.runs:
         return {"status": "infeasible", "reason": f"{best.reason} even at the lowest, {best.lowest:g}"}
-    return {"status": "ok", "reason": "the highest value tried passed" if best.capped else ""}
+    capped = [kind for kind, result in results.items() if result and result.capped]
+    reason = ", ".join(f"the highest {kind} tried passed" for kind in capped)
+    return {"status": "ok", "reason": reason, "capped": " ".join(COLUMNS[kind] for kind in capped)}
 
 
 def _figures(job: Job, found: Found) -> dict[str, Interval]:
@@ -128,7 +139,8 @@ def _summary(
     job: Job, capacity: CapacitySearch, rows: list[dict[str, Any]], found: dict[tuple, Found], interrupted: bool
 ) -> dict[str, Any]:
     """summary.json: metrics of the best setting under vLLM's names, their half widths under `ci95`."""
-    best = choose({key: result.values for key, result in found.items()})
+    choice = choose({key: result.values for key, result in found.items()})
+    best = choice.best if choice else None
     summary: dict[str, Any] = {
         "sweep": job.sweep,
         "status": "interrupted" if interrupted else "ok" if best else "infeasible",
@@ -138,7 +150,7 @@ def _summary(
         "rounds": capacity.rounds,
         "seconds": job.seconds(),
     }
-    if best is None:
+    if choice is None or best is None:
         return summary
     row = next(row for row in rows if (row["max_num_seqs"], row["max_num_batched_tokens"]) == best)
     index = [(item.max_num_seqs, item.max_num_batched_tokens) for item in capacity.candidates].index(best)
@@ -148,23 +160,26 @@ def _summary(
     load = result.interval if job.search.load else intervals["request_throughput"]
     lengths = np.concatenate([np.add(item.prompt_len, item.output_len) for item in job.replicates.requests])
     summary |= {"max_num_seqs": best[0], "max_num_batched_tokens": best[1]}
-    summary |= {key: row.get(key) for key in ("load_rps", "clients", "limited_by")}
+    summary |= {key: row.get(key) for key in ("load_rps", "clients", "limited_by", "reason", "capped")}
+    summary[f"largest_{_main(job)}"] = found[choice.largest].interval.mean
+    summary["tied_with"] = None if choice.largest == best else "{}/{}".format(*choice.largest)
     summary |= {
-        "stable": intervals["stable"].mean == 1,
         "model": job.server.model.name,
         "hardware": job.server.hardware.name,
         "slo": vars(job.slo),
-        "vllm_serve": vllm_serve(job.server.model, job.server.flags, candidate.engine),
         "num_gpu_blocks": candidate.capacity.num_gpu_blocks,
         "kv_cache_tokens": candidate.capacity.tokens,
         "requests_that_fit": requests_that_fit(candidate.capacity, np.minimum(lengths, job.server.max_model_len)),
         "seeds": len(job.replicates.requests),
         "dropped": job.replicates.dropped,
     }
+    if candidate.engine.batching == "continuous":
+        summary["vllm_serve"] = vllm_serve(job.server.model, job.server.flags, candidate.engine)
     if job.slo.target_rps is not None:
         instances = number_of_instances(job.slo.target_rps, load)
         summary |= dict(zip(("instances", "instances_low", "instances_high"), instances, strict=True))
     summary |= {key: interval.mean for key, interval in intervals.items()}
+    summary["stable"] = intervals["stable"].mean == 1
     half_widths = {"load_rps": row.get("load_rps_ci95"), "clients": row.get("clients_ci95")}
     summary["ci95"] = half_widths | {key: interval.half_width for key, interval in intervals.items()}
     return summary
@@ -173,13 +188,14 @@ def _summary(
 def _show(job: Job, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
     """The table of settings and the best one."""
     ci95 = summary.get("ci95", {})
+    percentile = f"p{job.slo.percentile:g}"
     headings = [
         "seqs",
         "tokens",
         "load req/s",
         "clients",
-        "p99 TTFT",
-        "p99 TPOT",
+        f"{percentile} TTFT",
+        f"{percentile} TPOT",
         "output tok/s",
         "KV",
         "limited by, or why not",
@@ -195,8 +211,8 @@ def _show(job: Job, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None
                 str(row["max_num_batched_tokens"]),
                 _with_half(row, "load_rps"),
                 _with_half(row, "clients"),
-                terminal.number(row.get("p99_ttft_ms")),
-                terminal.number(row.get("p99_tpot_ms")),
+                terminal.number(row.get(f"{percentile}_ttft_ms")),
+                terminal.number(row.get(f"{percentile}_tpot_ms")),
                 terminal.number(row.get("output_throughput")),
                 "-" if usage is None else f"{usage:.0%}",
                 row["reason"] if row["status"] != "ok" else row.get("limited_by", ""),
@@ -213,15 +229,22 @@ def _show(job: Job, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None
     if chosen is None:
         return
     intervals = {key: Interval(summary[key], half) for key, half in ci95.items() if summary.get(key) is not None}
-    job.console.print(terminal.latency_table("Latencies of the best setting", intervals, (50, 95, 99)))
+    job.console.print(terminal.latency_table("Latencies of the best setting", intervals, percentiles(job.slo)))
     job.console.print(terminal.facts(_facts(job, summary, intervals)))
-    job.console.print(f"start it   {summary['vllm_serve']}", soft_wrap=True)
+    if "vllm_serve" in summary:
+        job.console.print(f"start it   {summary['vllm_serve']}", soft_wrap=True)
 
 
 def _with_half(row: dict[str, Any], key: str) -> str:
     if row.get(key) is None:
         return "-"
-    return terminal.interval(Interval(row[key], row[f"{key}_ci95"]))
+    least = ">= " if key in (row.get("capped") or "").split() else ""
+    return least + terminal.interval(Interval(row[key], row[f"{key}_ci95"]))
+
+
+def _main(job: Job) -> str:
+    """The column that settings are compared by."""
+    return COLUMNS["load" if job.search.load else "clients"]
 
 
 def _facts(job: Job, summary: dict[str, Any], intervals: dict[str, Interval]) -> list[tuple[str, str]]:
@@ -229,13 +252,14 @@ def _facts(job: Job, summary: dict[str, Any], intervals: dict[str, Interval]) ->
         return terminal.interval(intervals.get(key))
 
     fit = summary["requests_that_fit"]
+    least = {name: ">= " if name in (summary["capped"] or "").split() else "" for name in COLUMNS.values()}
     pairs = [
         (
             "setting",
             f"max_num_seqs={summary['max_num_seqs']} max_num_batched_tokens={summary['max_num_batched_tokens']}",
         ),
-        ("load", f"{shown('load_rps')} req/s"),
-        ("concurrency", f"{shown('clients')} clients"),
+        ("load", f"{least['load_rps']}{shown('load_rps')} req/s"),
+        ("concurrency", f"{least['clients']}{shown('clients')} clients"),
         ("throughput", f"{shown('request_throughput')} req/s, {shown('output_throughput')} output tokens/s"),
         ("KV cache", f"{summary['kv_usage_mean']:.0%} used, peak {summary['kv_usage_peak']:.0%}"),
         ("KV cache holds", f"{fit['mean']}, {fit['p95']}, {fit['p99']} requests of mean, p95, p99 length"),
@@ -244,6 +268,10 @@ def _facts(job: Job, summary: dict[str, Any], intervals: dict[str, Interval]) ->
         ("limited by", summary["limited_by"]),
         ("stable", "yes" if summary["stable"] else "no, the waiting queue grows"),
     ]
+    if summary["tied_with"]:
+        unit = UNITS["load" if job.search.load else "clients"]
+        carries = f"{summary['tied_with']} carries {terminal.number(summary[f'largest_{_main(job)}'])} {unit}"
+        pairs.insert(1, ("tie", f"{carries}; within the paired interval of it the smaller max_num_seqs is taken"))
     if "instances" in summary:
         span = f"{summary['instances_low']} to {summary['instances_high'] or 'more'}"
         pairs.append((f"for {job.slo.target_rps:g} req/s", f"{summary['instances']} instances ({span})"))

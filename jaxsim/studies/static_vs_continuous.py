@@ -7,7 +7,6 @@ import numpy as np
 from jaxsim.engine import Requests, Simulation, simulate_many
 from jaxsim.metrics import Interval, t_interval
 from jaxsim.results import terminal
-from jaxsim.results.files import plain, write_csv, write_json
 from jaxsim.search.evaluate import figures
 from jaxsim.settings import StaticSettings
 from jaxsim.studies.job import Job
@@ -73,13 +72,19 @@ def _compare(job: Job, runs: dict[str, list[Simulation]]) -> dict[str, float]:
     """Means over seeds of both policies; the ratio of throughputs is taken seed by seed."""
     row: dict[str, float] = {}
     throughput = {}
+    keys = ["request_throughput", "output_throughput", "p99_ttft_ms", "mean_e2el_ms", "slot_occupancy"]
+    keys += [key for key in [_ttft(job)] if key not in keys]
     for policy, done in runs.items():
         found = [figures(simulation, job.slo, job.search.warmup) for simulation in done]
         throughput[policy] = np.array([one["request_throughput"] for one in found])
-        for key in ("request_throughput", "output_throughput", "p99_ttft_ms", "mean_e2el_ms", "slot_occupancy"):
+        for key in keys:
             row[f"{policy}_{key}"] = float(np.mean([one[key] for one in found]))
     ratio = t_interval(throughput["continuous"] / throughput["static"])
     return row | {"throughput_ratio": ratio.mean, "throughput_ratio_ci95": ratio.half_width}
+
+
+def _ttft(job: Job) -> str:
+    return f"p{job.slo.percentile:g}_ttft_ms"
 
 
 def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], seqs: int, interrupted: bool) -> None:
@@ -98,16 +103,21 @@ def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], seqs: int, inte
         inside = [row for row in rows if REPORTED[0] <= row["throughput_ratio"] <= REPORTED[1]]
         summary["loads_with_reported_ratio"] = [row["load_rps"] for row in inside if row["outputs"] == "as they are"]
     summary |= {"seconds": job.seconds(), "points": rows}
-    files = [job.folder / "summary.json", job.folder / "candidates.csv"]
-    write_json(files[0], summary)
-    write_csv(files[1], rows)
-    headings = ["load req/s", "static req/s", "continuous req/s", "ratio", "p99 TTFT s", "slots in use", "outputs"]
+    headings = [
+        "load req/s",
+        "static req/s",
+        "continuous req/s",
+        "ratio",
+        f"p{job.slo.percentile:g} TTFT s",
+        "slots in use",
+        "outputs",
+    ]
     lines = [
         [
             terminal.number(row["load_rps"]),
             *(terminal.number(row[f"{policy}_request_throughput"]) for policy in POLICIES),
             terminal.interval(Interval(row["throughput_ratio"], row["throughput_ratio_ci95"])),
-            " / ".join(terminal.number(row[f"{policy}_p99_ttft_ms"] / 1000) for policy in POLICIES),
+            " / ".join(terminal.number(row[f"{policy}_{_ttft(job)}"] / 1000) for policy in POLICIES),
             " / ".join(f"{row[f'{policy}_slot_occupancy']:.0%}" for policy in POLICIES),
             row["outputs"],
         ]
@@ -125,8 +135,4 @@ def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], seqs: int, inte
                 ]
             )
         )
-    tracking.table("candidates", [plain(row) for row in rows])
-    tracking.summary({key: value for key, value in plain(summary).items() if not isinstance(value, dict | list)})
-    tracking.artifact("results", files)
-    for line in [f"results    {job.folder}", *(tracking.finish() or [])]:
-        job.console.print(line, soft_wrap=True)
+    job.finish(tracking, summary, {"candidates": rows})
