@@ -19,6 +19,10 @@ class Replay:
         """Events of a chunk of steps, shape [steps, 1] each."""
         self._chunks.append(events)
 
+    def clear(self) -> None:
+        """Forget what was collected: the simulation starts again."""
+        self._chunks = []
+
     def rows(self, order: np.ndarray, simulation: Simulation) -> list[list[Any]]:
         """Rows in the golden columns: i, start, dur (ps), n_running, n_waiting, n_prefill_tok, n_decode, ctx_sum,
         free_blocks, sched, preempted, admitted, finished; `order[k]` is the caller's index of the k-th request."""
@@ -51,10 +55,10 @@ class Replay:
             if e.admitted != NONE:
                 request = int(order[e.admitted])
                 running.append(request)
-                admitted += [request, 0]
+                admitted += [request, e.hit_tokens]
                 chunks[request] = int(e.admitted_tokens)
                 waiting_for_prompt.add(request)
-                done[request] = 0
+                done[request] = e.hit_tokens
             if e.ran:
                 scheduled: list[int] = []
                 for request in running:

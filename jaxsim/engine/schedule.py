@@ -72,6 +72,8 @@ class Pass1(NamedTuple):
     preempted_count: jax.Array
     newest: jax.Array
     left: jax.Array
+    taken: jax.Array  # Limits.prefix: blocks that this iteration's decodes have taken before a preemption
+    takes: jax.Array  # Limits.prefix: blocks to take from the free queue now
 
 
 class Pass2(NamedTuple):
@@ -95,6 +97,11 @@ class Pass2(NamedTuple):
     free: jax.Array
     left: jax.Array
     newest: jax.Array
+    hit: jax.Array  # tokens of the head that the prefix cache has; 0 without Limits.prefix, as the next ones
+    late: jax.Array  # bool: the head is admitted as a decode row
+    looks: jax.Array  # bool: the head is to be looked up before it can be admitted
+    takes: jax.Array  # blocks to take from the free queue
+    open_to_change: jax.Array  # bool: in a leap the head's hits might change
 
 
 def count(condition: jax.Array) -> jax.Array:
@@ -112,9 +119,12 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     gone, row = look.gone, look.row
     finishes = look.finishes
     more_finish = finishes & (gone[NEXT] != NONE)
-    scheduling = look.active & ~more_finish & (~s.begun | look.prompted)
+    # Without prefix caching the last finish and pass 1 are one step; with it the blocks come back after the step.
+    waits = finishes if limits.prefix else more_finish
+    scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
-    free = s.free + jnp.where(finishes, blocks_for(finished_context, knobs.block_size), 0)
+    finished_blocks = 0 if limits.prefix else jnp.where(finishes, blocks_for(finished_context, knobs.block_size), 0)
+    free = s.free + finished_blocks
     decodes = s.decodes - count(finishes)
     context = s.context - jnp.where(finishes, finished_context, 0)
     running = s.running - count(finishes)
@@ -128,14 +138,18 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         share = jnp.where(knobs.adaptive, quotient(knobs.budget, jnp.maximum(requests, 1)), 0)
         limit = jnp.where((knobs.threshold > 0) & (requests > 1), jnp.maximum(knobs.threshold, share), 0)
         threshold = jnp.where(called, threshold, limit)
-        called = called | (look.active & ~more_finish)
+        called = called | (look.active & ~waits)
         computed, known = ~row[FIT], row[PROMPT] + row[GENERATED]
     else:
         computed, known = s.prompt_done, s.prompt_known
 
     chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
-    demand = jnp.where(s.begun, 0, due) + jnp.where(look.prompted, chunk_blocks, 0)
+    taken = takes = jnp.int32(0)
+    if limits.prefix:
+        taken = s.cache.taken
+    due = jnp.where(s.begun, 0, due - taken)
+    demand = due + jnp.where(look.prompted, chunk_blocks, 0)
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
     pops = scheduling & ~finishes & ~fits
@@ -154,7 +168,14 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     generated = jnp.where(in_prompt, gone[GENERATED], gone[OUTPUT] - (gone[FIT] - s.now))
     victim_computed = jnp.where(in_prompt, computed_prompt, gone[PROMPT] + generated - 1)
     victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
-    free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
+    if limits.prefix:
+        # The decodes before the one that does not fit take theirs first: the order decides what is evicted.
+        first = jnp.where(preempts, jnp.minimum(due, free), 0)
+        takes = first + jnp.where(passes, demand, 0)
+        taken = jnp.where(passes, 0, taken + first)
+        free = free - takes
+    else:
+        free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
 
     begun = s.begun | passes
     continues = passes & look.prompted & (chunk > 0)
@@ -188,6 +209,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         preempted_count=s.preempted_count + count(preempts),
         newest=jnp.where(pops, gone[BELOW], s.newest),
         left=left,
+        taken=taken,
+        takes=takes,
     )
 
 
@@ -207,15 +230,26 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.clock_ps)
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
-    wanted = cut(known, p.threshold)
+    hit, hit_blocks, idle_blocks = jnp.int32(0), 0, 0
+    looks = open_to_change = jnp.bool_(False)
+    if limits.prefix:
+        looks = attempt & (s.cache.found != look.joiner)
+        attempt = attempt & ~looks
+        hit_blocks, idle_blocks = s.cache.position, s.cache.idle
+        hit = hit_blocks * knobs.block_size
+        open_to_change = s.cache.contested | (~knobs.chunked & (hit > 0))
+    wanted = cut(known - hit, p.threshold)
     over_budget = ~knobs.chunked & (wanted > p.left)
     tokens = jnp.minimum(wanted, p.left)
-    blocks = blocks_for(tokens, knobs.block_size)
+    blocks = blocks_for(hit + tokens, knobs.block_size)
     reserve = jnp.maximum(blocks, jnp.where(knobs.full_isl, blocks_for(known, knobs.block_size), 0))
+    if limits.prefix:
+        blocks = blocks - hit_blocks
+        reserve = reserve - hit_blocks + idle_blocks
     no_room = reserve + jnp.where(p.running > 0, knobs.watermark, 0) > p.free
     admits = attempt & ~over_budget & ~no_room
     refused = attempt & ~admits
-    head_complete = admits & (tokens == known)
+    head_complete = admits & (hit + tokens == known)
     joins = head_complete | p.prompt_complete
 
     from_preempted = admits & (s.preempted_head != NONE)
@@ -226,6 +260,14 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     left = p.left - jnp.where(admits, tokens, 0)
     head_waits = (preempted_head != NONE) | (arrives_ps <= s.clock_ps)
     more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
+    runs = look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE)
+    late = jnp.bool_(False)
+    if limits.prefix:
+        late = head_complete & (tokens == 1) & (row[GENERATED] > 0)
+        # An iteration runs in a step of its own, when the cache has followed the schedule.
+        posts = look.finishes | p.preempts | (p.takes > 0) | p.continues | admits | looks
+        eager = (s.cache.eager_first != NONE) & p.begun & (~s.begun | (s.cache.walk != NONE))
+        runs = runs & ~posts & ~eager
     return Pass2(
         admits=admits,
         tokens=tokens,
@@ -235,16 +277,21 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         joins=joins,
         first_token=joins & (row[GENERATED] == 0),
         starts_prompt=admits & ~head_complete,
-        runs=look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE),
+        runs=runs,
         head_waits=head_waits,
         arrives_ps=arrives_ps,
         fresh_head=s.fresh_head + count(from_fresh),
         preempted_head=preempted_head,
         preempted_count=p.preempted_count - count(from_preempted),
         running=running,
-        free=p.free - jnp.where(admits, blocks, 0),
+        free=p.free - jnp.where(admits, blocks + idle_blocks, 0),
         left=left,
         newest=jnp.where(admits, look.joiner, p.newest),
+        hit=hit,
+        late=late,
+        looks=looks,
+        takes=p.takes + jnp.where(admits, blocks, 0),
+        open_to_change=open_to_change,
     )
 
 
@@ -263,7 +310,7 @@ def prompts_in_progress(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2
         return Prompts(
             first=jnp.where(p.in_prompt | p.prompt_complete, NONE, first),
             last=s.prompt_last,
-            done=jnp.where(a.starts_prompt, a.tokens, s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
+            done=jnp.where(a.starts_prompt, a.hit + a.tokens, s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
             known=jnp.where(a.starts_prompt, look.row[PROMPT] + look.row[GENERATED], s.prompt_known),
         )
     ends = p.in_prompt | p.prompt_complete

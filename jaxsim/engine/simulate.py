@@ -11,7 +11,7 @@ from jaxsim.engine.lanes import run
 from jaxsim.engine.prepare import Settings, arrival_order, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
-from jaxsim.engine.types import EngineConfig, Requests, Simulation
+from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
 
 LANES = 256  # per device: fewer and the dispatch of operations dominates, more and their state outgrows the cache
 
@@ -89,12 +89,14 @@ def _run(
     replay: Replay | None,
 ) -> list[Simulation]:
     results: list[Any] = [None] * len(settings.engine)
-    # Static and continuous batching are different programs.
-    for batching in ("continuous", "static"):
-        index = [i for i, engine in enumerate(settings.engine) if engine.batching == batching]
-        if not index:
-            continue
-        limits, traces, tables, jobs, orders = prepare(settings.at(index), leap, statistics, replay is not None)
+    # Static and continuous batching, with and without prefix caching, are different programs.
+    programs: dict[tuple, list[int]] = {}
+    for i, engine in enumerate(settings.engine):
+        programs.setdefault((engine.batching, engine.enable_prefix_caching, 1), []).append(i)
+    while programs:
+        (batching, caching, room), index = programs.popitem()
+        prepared = prepare(settings.at(index), leap, statistics, replay is not None, room)
+        limits, traces, tables, chains, jobs, orders = prepared
         devices = jax.local_devices()
         if width is None:
             devices = devices[: 1 if replay is not None or len(index) < len(devices) else None]
@@ -103,8 +105,13 @@ def _run(
         else:
             lanes = width
         on_events = None if replay is None else replay.add
-        for i, outcome in run(limits, traces, tables, jobs, lanes, devices, on_events=on_events):
+        for i, outcome in run(limits, traces, tables, chains, jobs, lanes, devices, on_events=on_events):
             place, order = index[i], orders[int(jobs.trace[i])]
+            if outcome.state.status == Status.OVERFLOW:
+                programs.setdefault((batching, caching, 4 * room), []).append(place)
+                if replay is not None:
+                    replay.clear()
+                continue
             closed = settings.clients[place] is not None
             results[place] = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
             if on_done is not None:

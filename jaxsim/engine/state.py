@@ -18,6 +18,7 @@ from jaxsim.engine.layout import (
     Limits,
     split_time,
 )
+from jaxsim.engine.prefix import initial_cache
 from jaxsim.engine.statistics import Statistics
 from jaxsim.engine.types import Status
 
@@ -64,6 +65,7 @@ class State(NamedTuple):
     joined_context: jax.Array
     joined_fresh: jax.Array  # bool: one of them gets its first token
     statistics: Statistics
+    cache: Any = None  # prefix.Cache with Limits.prefix
 
 
 class Event(NamedTuple):
@@ -75,6 +77,7 @@ class Event(NamedTuple):
     continued_tokens: jax.Array
     admitted: jax.Array  # from the waiting queue, and its tokens
     admitted_tokens: jax.Array
+    hit_tokens: jax.Array  # that it found in the prefix cache
     ran: jax.Array  # bool: the iteration is complete (also an empty one that preempted)
     start_ps: jax.Array  # int64
     duration_ps: jax.Array  # int64
@@ -119,5 +122,6 @@ def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: ja
         "status": jnp.int32(Status.RUNNING),
         "pairs": jnp.int64(0),
         "statistics": Statistics.zero(),
+        "cache": initial_cache(limits, knobs) if limits.prefix else None,
     }
     return State(**fields)
