@@ -35,7 +35,7 @@ OUTPUT = 14
 LINK = 15  # preempted: the next in the waiting queue; resumed: the next whose gap is to be counted
 
 # Widths of the prefix cache's rows, whose fields prefix.py names.
-SEGMENT, NODE, VISITOR, HOLD = 9, 3, 9, 3
+SEGMENT, NODE, VISITOR, HOLD = 9, 3, 11, 3
 
 SINKS = 16  # cells that take the writes of what did not happen, one each so that no index occurs twice
 PREFIX_SINKS = 48

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsim.engine.cache import HIT_FIRST, HIT_LATER
 from jaxsim.engine.lanes import Outcome
 from jaxsim.engine.layout import (
     FIRST_SCHEDULED,
@@ -19,7 +20,6 @@ from jaxsim.engine.layout import (
     VISITOR,
     Limits,
 )
-from jaxsim.engine.prefix import HIT_FIRST, HIT_LATER
 from jaxsim.engine.statistics import wide_value
 from jaxsim.engine.types import NEVER, PS_PER_S, EngineConfig, Simulation, Status, Totals
 

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsim.engine.cache import initial_cache
 from jaxsim.engine.layout import (
     GENERATED,
     INFINITE,
@@ -18,7 +19,6 @@ from jaxsim.engine.layout import (
     Limits,
     split_time,
 )
-from jaxsim.engine.prefix import initial_cache
 from jaxsim.engine.statistics import Statistics
 from jaxsim.engine.types import Status
 

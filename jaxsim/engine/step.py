@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxsim.engine import leap
 from jaxsim.engine.blocks import blocks_for, blocks_taken, quotient, remainder
-from jaxsim.engine.chains import Chains
+from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
+from jaxsim.engine.chains import Chains
 from jaxsim.engine.fence import fence
 from jaxsim.engine.layout import (
     BELOW,
@@ -45,7 +46,7 @@ from jaxsim.engine.layout import (
     write_cells,
     write_windows,
 )
-from jaxsim.engine.prefix import ALL, START, Cache, busy, work
+from jaxsim.engine.prefix import work
 from jaxsim.engine.schedule import (
     Look,
     Pass1,
@@ -60,7 +61,6 @@ from jaxsim.engine.schedule import (
 from jaxsim.engine.state import Event, State
 from jaxsim.engine.statistics import Stretch, bin_end
 from jaxsim.engine.types import Status
-
 
 OPERATIONS = 2  # on the prefix cache in one step
 
@@ -368,8 +368,10 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         taken=p.taken,
         take=c.take + a.takes + leap_blocks,
         touch=pick(a.admits, look.joiner, c.touch),
-        release=pick(leaves, look.leaver, c.release),
-        release_blocks=pick(leaves, blocks_for(context, knobs.block_size), c.release_blocks),
+        enlist=pick(leaves, look.leaver, c.enlist),
+        enlist_blocks=pick(leaves, blocks_for(context, knobs.block_size), c.enlist_blocks),
+        enlist_after=pick(leaves, none, c.enlist_after),
+        complete=pick(leaves, ~p.more_finish, c.complete),
         release_at=pick(leaves, none, c.release_at),
         walk=pick(begins, c.eager_first, c.walk),
         walk_until=pick(look.active, walk_until, c.walk_until),
@@ -396,7 +398,7 @@ def step(
     """The next event of one simulation; a simulation that has ended stays as it is."""
     if chains is not None:
         for _ in range(OPERATIONS):
-            cache, freed = work(limits, knobs, chains, s.now, s.cache)
+            cache, freed = work(limits, knobs, chains, s.now, s.cache, on)
             s = s._replace(cache=cache, free=s.free + freed)
     settle_row = read_row(s.memory, s.statistics.settle) if limits.statistics else None
     look = look_up(limits, knobs, s, settle_row)
