@@ -234,7 +234,8 @@ def bound_leap(
     bound = jnp.minimum(bound, knobs.leap)
     stop = ~i.works | (queued & ~blocked)
     if limits.threshold:
-        stop = stop | in_progress
+        # An adaptive threshold falls with each arrival, so that a chunk of the head may fit after all.
+        stop = stop | in_progress | (a.refused & knobs.adaptive & (knobs.threshold > 0))
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
         stop = stop | in_progress | (s.cache.eager_first != NONE) | (a.refused & a.open_to_change)
