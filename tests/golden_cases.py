@@ -43,7 +43,7 @@ def picoseconds(ticks: float | None) -> int | None:
 
 def in_picoseconds(columns: list[str], rows: list[list[Any]]) -> list[list[Any]]:
     """Golden rows with every column that is a time in picoseconds."""
-    times = {"start", "dur", "arrival", "first_sched", "first_token", "finish"}
+    times = {"start", "dur", "sched_time", "arrival", "first_sched", "first_token", "finish"}
     return [
         [picoseconds(value) if column in times else value for column, value in zip(columns, row, strict=True)]
         for row in rows

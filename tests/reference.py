@@ -1,8 +1,9 @@
 """A slow simulator of the scheduler in plain Python: the oracle for the engine.
 
-Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), synchronous, both policies,
-with and without prefix caching (blocks in block_pool.py); static batching to compare with; open and closed loop. Every
-iteration visits every running request and every block. All times are integer picoseconds, all arithmetic is Python's: nothing rounds, nothing overflows.
+Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), sync and async, both
+policies, with and without prefix caching (blocks in block_pool.py); static batching to compare with; open and closed
+loop. Every iteration visits every running request and every block. All times are integer picoseconds, all arithmetic is
+Python's: nothing rounds, nothing overflows.
 
 Where the rules leave room, this is what is meant:
 - A pool too small for a request can make it preempt and recompute itself for ever. Progress is a sampled token, or a
@@ -77,6 +78,7 @@ class Request:
     arrival: int | None  # None: its client has not sent it
     computed: int = 0  # tokens with KV
     out: int = 0  # tokens sampled
+    in_flight: int = 0  # tokens that scheduled iterations will sample
     held: int = 0  # KV blocks
     priority: int = 0
     chain: list[int] = field(default_factory=list)  # keys of its full blocks, outputs included
@@ -96,6 +98,14 @@ class Request:
     @property
     def known(self) -> int:
         return self.prompt + self.out
+
+    @property
+    def expected(self) -> int:
+        return self.known + self.in_flight
+
+    @property
+    def ends_in_flight(self) -> bool:
+        return self.in_flight > 0 and self.computed + 2 - self.in_flight >= self.prompt + self.output
 
     @property
     def done(self) -> bool:
@@ -124,12 +134,13 @@ class Step:
     wake: int | None = None  # an empty step: when to try again, arrivals apart
 
     def run(self, request: Request, n: int) -> None:
-        decode = request.out > 0 and request.computed + 1 == request.known
-        self.rows.append(Row(request, n, request.computed, decode, request.computed + n == request.known))
+        decode = request.out + request.in_flight > 0 and request.computed + 1 == request.expected
+        self.rows.append(Row(request, n, request.computed, decode, request.computed + n == request.expected))
 
     def commit(self) -> "Step":
         for row in self.rows:
             row.request.computed += row.n
+            row.request.in_flight += row.samples
         return self
 
 
@@ -184,7 +195,10 @@ class Continuous:
         position = 0
         while position < len(self.running) and budget > 0:
             request = self.running[position]
-            n = self.chunk(request.known - request.computed, threshold)
+            if request.ends_in_flight:
+                position += 1
+                continue
+            n = self.chunk(request.expected - request.computed, threshold)
             n = min(n, budget, self.engine.max_model_len - request.computed - 1)
             target = self.blocks(request.computed + n)
             victim = None
@@ -211,8 +225,11 @@ class Continuous:
         return self.running[-1]
 
     def admit(self, step: Step, budget: int, threshold: int) -> int:
-        while budget > 0 and self.waiting and len(self.running) < self.cap:
-            request = self.waiting[0]
+        while budget > 0 and len(self.running) < self.cap:
+            # Requests preempted with an iteration in flight are passed over until that has ended.
+            request = next((request for request in self.waiting if not request.in_flight), None)
+            if request is None:
+                break
             hits = self.lookup(request)
             hit = len(hits) * self.engine.block_size
             n = self.chunk(request.known - hit, threshold)
@@ -224,7 +241,8 @@ class Continuous:
                 break
             if self.blocks(hit + n) - len(hits) > spare:
                 break
-            self.running.append(self.waiting.popleft())
+            self.waiting.remove(request)
+            self.running.append(request)
             step.admitted.append((request, hit))
             request.computed, request.hashed = hit, len(hits)
             self.pool.touch(hits)
@@ -259,8 +277,11 @@ class Continuous:
     def allocate(self, request: Request, target: int, computed: int) -> None:
         """Take blocks up to `target` and give those that will be full with `computed` tokens their keys."""
         request.blocks += self.pool.take(max(target - len(request.blocks), 0))
+        self.register(request, min(computed, request.known))
+
+    def register(self, request: Request, tokens: int) -> None:
         if self.engine.enable_prefix_caching:
-            full = min(computed, request.known) // self.engine.block_size
+            full = tokens // self.engine.block_size
             for j in range(request.hashed, full):
                 self.pool.register(request.blocks[j], request.chain[j])
             request.hashed = max(request.hashed, full)
@@ -283,8 +304,16 @@ class Continuous:
         step.rows = [row for row in step.rows if row.request is not victim]
         return returned
 
+    def sampled(self, request: Request) -> None:
+        """Give its key to a block that the token just sampled completes (async: it had none when it was scheduled)."""
+        if request in self.running:
+            self.register(request, min(request.computed - request.in_flight, request.known))
+
     def finish(self, request: Request) -> None:
-        self.release(request)
+        if request in self.running:
+            self.release(request)
+        else:
+            self.waiting.remove(request)
 
     def slots_used(self) -> int:
         return len(self.running)
@@ -352,6 +381,9 @@ class Static:
                 step.run(request, 1)
             elif self.engine.static_padding:
                 step.padding.append(request.prompt + self.decoded)
+
+    def sampled(self, request: Request) -> None:
+        pass
 
     def finish(self, request: Request) -> None:
         if all(row.done for row in self.running):
@@ -437,51 +469,58 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
     policy = Static(case.engine) if case.engine.batching == "static" else Continuous(case.engine)
     patience = 4 * len(requests) + 1000 + max((r.prompt + r.output for r in requests), default=0)
     first = arrivals.next() or 0
+    asynchronous = getattr(case.engine, "async_scheduling", False)
+    depth = 2 if asynchronous else 1
+    in_flight: deque[tuple[list[Any], list[Row], int]] = deque()  # golden row, rows, end
     clock, last_end, stalled, iters, count, itl = first, first, 0, [], Counter(), Counter()
 
     while True:
         policy.arrive(arrivals.take(clock))
-        if not policy.running and not policy.waiting:
-            upcoming = arrivals.next()
-            if upcoming is None:
-                status = "DONE"
-                break
-            clock = upcoming
-            continue
         if max_iters is not None and len(iters) >= max_iters:
             status = "TRUNCATED"
             break
         if stalled > patience:
             status = "STUCK"
             break
-
-        step = policy.schedule(clock)
-        if not step.rows and not step.preempted:
-            later = [time for time in (arrivals.next(), step.wake) if time is not None]
-            if not later:
-                status = "STUCK"
-                break
-            clock = min(later)
+        step = Step()
+        if len(in_flight) < depth and (policy.running or policy.waiting):
+            step = policy.schedule(clock)
+        if step.rows or step.preempted:
+            price, start = bill(case.cost, step), max(clock, last_end)
+            row = [len(iters), start, price.duration, len(policy.running), len(policy.waiting)]
+            row += [price.prefill_tokens, price.decode_rows, price.ctx_sum, policy.free]
+            row += [[value for r in step.rows for value in (r.request.rid, r.n)], [r.rid for r in step.preempted]]
+            row += [[value for r, hit in step.admitted for value in (r.rid, hit)], []]
+            row += [clock] if asynchronous else []
+            iters.append(row)
+            note_queue_times(step, start, count)
+            count["waiting_max"] = max(count["waiting_max"], len(policy.waiting))
+            stalled = 0 if makes_progress(step) else stalled + 1
+            if step.rows:
+                last_end = start + price.duration
+                note_iteration(policy, step, price, count)
+                in_flight.append((row, step.rows, last_end))
+            if step.rows or not in_flight:
+                continue
+        if in_flight:
+            row, rows, end = in_flight.popleft()
+            clock = max(clock, end)
+            for request in [r.request for r in rows if r.samples]:
+                finished = sample(request, end, itl)
+                policy.sampled(request)
+                if finished:
+                    row[12].append(request.rid)
+                    if request.waiting_since is not None:  # preempted with its last token in flight
+                        count["waiting_ps"] += end - request.waiting_since
+                        request.waiting_since = None
+                    policy.finish(request)
+                    arrivals.client_returns(end)
             continue
-
-        price = bill(case.cost, step)
-        end = clock + price.duration
-        row = [len(iters), clock, price.duration, len(policy.running), len(policy.waiting)]
-        row += [price.prefill_tokens, price.decode_rows, price.ctx_sum, policy.free]
-        row += [[value for r in step.rows for value in (r.request.rid, r.n)], [r.rid for r in step.preempted]]
-        row += [[value for r, hit in step.admitted for value in (r.rid, hit)]]
-        note_queue_times(step, clock, count)
-        if step.rows:
-            last_end = end
-            note_iteration(policy, step, price, count)
-        count["waiting_max"] = max(count["waiting_max"], len(policy.waiting))
-        stalled = 0 if makes_progress(step) else stalled + 1
-        finished = [r.request for r in step.rows if r.samples and sample(r.request, end, itl)]
-        for request in finished:
-            policy.finish(request)
-            arrivals.client_returns(end)
-        iters.append([*row, [request.rid for request in finished]])
-        clock = end
+        later = [time for time in (arrivals.next(), step.wake) if time is not None]
+        if not later:
+            status = "STUCK" if policy.running or policy.waiting else "DONE"
+            break
+        clock = min(later)
 
     for request in requests:
         if request.waiting_since is not None:
@@ -566,6 +605,7 @@ def sample(request: Request, end: int, itl: Counter) -> bool:
     else:
         itl[itl_bin(end - request.last_token)] += 1
     request.out += 1
+    request.in_flight -= 1
     request.last_token = end
     if request.done:
         request.finish = end

@@ -90,7 +90,7 @@ def advance(
 
     def one(knobs: Knobs, state: State) -> tuple[State, Event | None]:
         if limits.static:
-            return static_batch.step(limits, knobs, tables, state)
+            return static_batch.step(limits, knobs, tables, state, on if limits.fenced else None)
         return step(limits, knobs, tables, chains, state, on if limits.fenced else None)
 
     return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps)

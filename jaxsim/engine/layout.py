@@ -54,6 +54,7 @@ class Limits:
     statistics: bool = True
     trace: bool = False
     static: bool = False  # static batching
+    asynchronous: bool = False  # async scheduling
     fenced: bool = True  # store intermediate results: on CPUs
     nodes: int = 0  # prefix caching: nodes of the trie, rows for segments (0 for no caching) and for holds
     segments: int = 0

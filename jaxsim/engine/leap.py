@@ -47,6 +47,18 @@ def span(first_ps: jax.Array, slope_ps: jax.Array, iterations: jax.Array) -> jax
     return k * first_ps + slope_ps * (k * (k - 1) >> 1)
 
 
+def look(
+    end_ps: jax.Array, first_ps: jax.Array, slope_ps: jax.Array, leaps: jax.Array, start_ps: jax.Array, early: bool
+) -> jax.Array:
+    """When the iteration after a leap is scheduled: at the end of the leap or, with `early`, when its last one starts.
+
+    The leap begins at `end_ps`, the iteration before it at `start_ps`.
+    """
+    if not early:
+        return end_ps + span(first_ps, slope_ps, leaps)
+    return jnp.where(leaps > 0, end_ps + span(first_ps, slope_ps, leaps - 1), start_ps)
+
+
 def started_before(first_ps: jax.Array, slope_ps: jax.Array, delay_ps: jax.Array, most: jax.Array) -> jax.Array:
     """How many of at most `most` iterations start less than `delay_ps` from now; int32, exact."""
     first, slope, delay = (value.astype(jnp.float32) for value in (first_ps, slope_ps, delay_ps))

@@ -1,12 +1,12 @@
 """The prefix cache by runs of blocks, and the free queue in LRU order.
 
-Rules: vLLM 0.33.0, v1/core/kv_cache_manager.py, block_pool.py and kv_cache_utils.py. Only unhashed blocks go to the front
-of the free queue, so it is always [anonymous blocks][hashed segments]: a number, and a linked list.
+Rules: vLLM 0.33.0, v1/core/kv_cache_manager.py, block_pool.py and kv_cache_utils.py. Only unhashed blocks go to the
+front of the free queue, so it is always [anonymous blocks][hashed segments]: a number, and a linked list.
 
 A *segment* is a run of physical blocks of one node (see chains.py) with one reference count; its blocks stand from the
-last to the first in the queue. The segments of a node form a list of copies in the order of their registration, in which
-a lookup takes the first that has the block. A request holds a stack of *holds* (segment, first): the segment, then along
-`BELOW` until that first block, so that who splits a segment need not know its holders.
+last to the first in the queue. The segments of a node form a list of copies in the order of their registration, in
+which a lookup takes the first that has the block. A request holds a stack of *holds* (segment, first): the segment,
+then along `BELOW` until that first block, so that who splits a segment need not know its holders.
 
 Blocks that decoding fills are registered late: while a request's next block is in the last node of its path it is the
 node's *owner*, and its blocks are entered when somebody looks at the node, registers there, or it is released. A node
@@ -14,7 +14,7 @@ has one owner, the newest; the others, and requests whose outputs others continu
 that is walked in every iteration, in the order of arrival.
 
 The work comes as jobs that the scheduler posts and one call of `work` after the other carries out, each with a fixed
-number of operations: touch, take, release, walk, register, look up, in this order.
+number of operations: enlist, touch, take, release, walk, register, look up, in this order.
 """
 
 import jax

@@ -11,10 +11,8 @@ from jaxsim.engine.cost import Cost, CostTable
 from jaxsim.engine.lanes import Job, Traces
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
 from jaxsim.engine.leap import MOST
-from jaxsim.engine.types import EngineConfig, Requests, picoseconds
+from jaxsim.engine.types import LATEST_S, EngineConfig, Requests, picoseconds
 from jaxsim.errors import ConfigError
-
-LATEST_S = 4.0e6  # arrivals must be earlier: times stay far below the int64 limit of 9.2e6 s
 
 
 class Settings(NamedTuple):
@@ -88,6 +86,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         statistics=statistics,
         trace=trace,
         static=engines[0].batching == "static",
+        asynchronous=engines[0].async_scheduling,
         fenced=jax.default_backend() == "cpu",
         **rows,
     )
@@ -229,7 +228,7 @@ def _tables(costs: list[CostTable]) -> Tables | None:
     lengths = [len(table) for cost in costs for kind in kinds if (table := getattr(cost, kind)) is not None]
     if not lengths:
         return None
-    result: Any = np.zeros((len(kinds), len(costs), _grown(max(lengths), 256)), np.int64)
+    result: Any = np.zeros((len(kinds), -(-len(costs) // 8) * 8, _grown(max(lengths), 256)), np.int64)
     for i, kind in enumerate(kinds):
         for j, cost in enumerate(costs):
             if (table := getattr(cost, kind)) is not None:

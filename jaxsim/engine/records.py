@@ -60,7 +60,7 @@ def simulation(
         recomputed_tokens=ordered(rows[:, RECOMPUTED]),
         hit_tokens=ordered(hits[:, 0]),
         status=Status(int(state.status)),
-        totals=totals_of(limits, engine, rows, arrival, first_scheduled, finish, state),
+        totals=totals_of(limits, engine, rows, arrival, first_scheduled, state),
         closed_loop=closed_loop,
         resumed_hit_tokens=ordered(hits[:, 1]),
     )
@@ -72,7 +72,6 @@ def totals_of(
     rows: np.ndarray,
     arrival: np.ndarray,
     first_scheduled: np.ndarray,
-    finish: np.ndarray,
     state: Any,
 ) -> Totals:
     start, end = int(arrival[0]), int(state.clock_ps)
@@ -93,7 +92,6 @@ def totals_of(
     blocks, iterations = engine.num_gpu_blocks - 1, counts["iterations"]
     sent = np.where(arrival >= 0, arrival, end)
     opened = np.where(first_scheduled >= 0, first_scheduled, end)
-    ended = np.where(finish >= 0, finish, end)
     share = lambda part, whole: float(part) / whole if whole else 0.0  # noqa: E731
     requeued = share(wide_value(kept.preempted_ps), duration)
     tokens, prefill = int(kept.tokens), int(kept.prefill_tokens)
@@ -105,7 +103,7 @@ def totals_of(
         kv_usage_mean=share(wide_value(kept.kv_block_ps), duration * blocks),
         kv_usage_peak=share(kept.kv_peak, blocks),
         kv_time_above_90=share(kept.above_90_ps, duration),
-        running_mean=share((ended - opened).sum(dtype=np.float64), duration) - requeued,
+        running_mean=share(wide_value(kept.running_ps), duration),
         running_max=int(kept.running_max),
         waiting_mean=share(np.maximum(opened - sent, 0).sum(dtype=np.float64), duration) + requeued,
         waiting_max=int(kept.waiting_max),

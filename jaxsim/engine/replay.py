@@ -12,7 +12,8 @@ from jaxsim.engine.types import Simulation
 class Replay:
     """Collects the events of one simulation; `rows` gives its iterations."""
 
-    def __init__(self) -> None:
+    def __init__(self, asynchronous: bool) -> None:
+        self._asynchronous = asynchronous
         self._chunks: list[Event] = []
 
     def add(self, events: Event) -> None:
@@ -25,9 +26,11 @@ class Replay:
 
     def rows(self, order: np.ndarray, simulation: Simulation) -> list[list[Any]]:
         """Rows in the golden columns: i, start, dur (ps), n_running, n_waiting, n_prefill_tok, n_decode, ctx_sum,
-        free_blocks, sched, preempted, admitted, finished; `order[k]` is the caller's index of the k-th request."""
+        free_blocks, sched, preempted, admitted, finished, and sched_time (ps) under async scheduling; `order[k]` is the
+        caller's index of the k-th request."""
         rows: list[list[Any]] = []
         running: list[int] = []
+        held: set[int] = set()  # finished by the iteration in flight when this one is scheduled
         chunks: dict[int, int] = {}  # tokens of prompts in this iteration
         waiting_for_prompt: set[int] = set()
         preempted: list[int] = []
@@ -42,12 +45,16 @@ class Replay:
             e = Event(*event)
             if e.finished != NONE:
                 request = int(order[e.finished])
-                running.remove(request)
-                rows[-1][-1].append(request)
+                rows[-1][12].append(request)
+                if self._asynchronous:
+                    held.add(request)
+                else:
+                    running.remove(request)
             if e.preempted != NONE:
                 request = int(order[e.preempted])
                 running.remove(request)
                 preempted.append(request)
+                held.discard(request)
                 chunks.pop(request, None)
                 waiting_for_prompt.discard(request)
             if e.continued != NONE:
@@ -56,7 +63,8 @@ class Replay:
                 request = int(order[e.admitted])
                 running.append(request)
                 admitted += [request, e.hit_tokens]
-                chunks[request] = int(e.admitted_tokens)
+                if e.admitted_tokens:  # static batching admits requests whose prompt starts later
+                    chunks[request] = int(e.admitted_tokens)
                 waiting_for_prompt.add(request)
                 done[request] = e.hit_tokens
             if e.ran:
@@ -64,7 +72,7 @@ class Replay:
                 for request in running:
                     if request in chunks:
                         scheduled += [request, chunks[request]]
-                    elif request not in waiting_for_prompt:
+                    elif e.decodes and request not in waiting_for_prompt and request not in held:
                         scheduled += [request, 1]
                 _progress(chunks, waiting_for_prompt, done, known, prompts)
                 for request in scheduled[::2]:
@@ -72,16 +80,19 @@ class Replay:
                         known[request] = known.get(request, int(prompts[request])) + 1
                 row = [len(rows), e.start_ps, e.duration_ps, e.running, e.waiting, e.prefill_tokens, e.decodes]
                 row += [e.context, e.free, scheduled, preempted, admitted, []]
+                row += [e.look_ps] if self._asynchronous else []
                 if not scheduled:
                     row[5:8] = [0, 0, 0]
                 rows.append(row)
                 preempted, admitted, chunks = [], [], {}
+                running = [request for request in running if request not in held]
+                held = set()
         finish = simulation.finish_ps
         position = {
             request: i for row in rows for i, request in enumerate(row[9][::2]) if finish[request] == row[1] + row[2]
         }
         for row in rows:
-            row[-1].sort(key=position.__getitem__)
+            row[12].sort(key=position.__getitem__)
         return rows
 
 

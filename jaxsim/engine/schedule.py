@@ -50,6 +50,7 @@ class Pass1(NamedTuple):
 
     more_finish: jax.Array  # bool: another request has finished, the rest must wait
     preempts: jax.Array  # bool
+    drops: jax.Array  # bool: the victim needs no more iterations, it only waits for the one in flight
     decoding: jax.Array  # bool: the victim was decoding
     in_prompt: jax.Array  # bool: the victim's prompt was in progress
     generated: jax.Array  # output tokens of the victim
@@ -65,6 +66,9 @@ class Pass1(NamedTuple):
     preempted: jax.Array
     cursor: jax.Array
     free: jax.Array
+    held: jax.Array
+    held_blocks: jax.Array
+    dropped: jax.Array
     decodes: jax.Array
     context: jax.Array
     running: jax.Array
@@ -123,11 +127,18 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     waits = finishes if limits.prefix else more_finish
     scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
-    finished_blocks = 0 if limits.prefix else jnp.where(finishes, blocks_for(finished_context, knobs.block_size), 0)
-    free = s.free + finished_blocks
+    finished_blocks = blocks_for(finished_context, knobs.block_size)
     decodes = s.decodes - count(finishes)
     context = s.context - jnp.where(finishes, finished_context, 0)
-    running = s.running - count(finishes)
+    free, running, held, held_blocks = s.free, s.running, s.held, s.held_blocks
+    if limits.asynchronous:
+        # The last token is in flight: the request keeps its seat and blocks for this schedule() call.
+        held = held + count(finishes)
+        held_blocks = held_blocks + jnp.where(finishes, finished_blocks, 0)
+    else:
+        if not limits.prefix:
+            free = free + jnp.where(finishes, finished_blocks, 0)
+        running = running - count(finishes)
     due = due_now(limits, knobs, s, finishes, finished_context)
     budget = jnp.where(s.begun, s.left, knobs.budget - decodes)
 
@@ -153,6 +164,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
     pops = scheduling & ~finishes & ~fits
+    drops = pops & (gone[GENERATED] >= gone[OUTPUT]) & (gone[FIT] == s.now) if limits.asynchronous else jnp.bool_(False)
     preempts = pops & (gone[GENERATED] < gone[OUTPUT])
     passes = scheduling & fits
 
@@ -176,6 +188,11 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         free = free - takes
     else:
         free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
+    if limits.asynchronous:
+        free = free + jnp.where(drops, finished_blocks, 0)
+        running = running - count(drops)
+        held, held_blocks = held - count(drops), held_blocks - jnp.where(drops, finished_blocks, 0)
+        victim_computed = jnp.where(drops, finished_context, victim_computed)
 
     begun = s.begun | passes
     continues = passes & look.prompted & (chunk > 0)
@@ -187,6 +204,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     return Pass1(
         more_finish=more_finish,
         preempts=preempts,
+        drops=drops,
         decoding=decoding,
         in_prompt=in_prompt,
         generated=generated,
@@ -199,9 +217,12 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         called=called,
         begun=begun,
         threshold=threshold,
-        preempted=s.preempted | preempts,
+        preempted=s.preempted | preempts | drops,
         cursor=cursor,
         free=free,
+        held=held,
+        held_blocks=held_blocks,
+        dropped=s.dropped + count(drops),
         decodes=decodes - count(decoding),
         context=context - jnp.where(decoding, victim_computed, 0),
         running=running - count(preempts),
@@ -227,7 +248,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     """The head of the waiting queue, unless a prompt in progress took its turn in this step."""
     row = look.row
     known = row[PROMPT] + row[GENERATED]
-    head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.clock_ps)
+    head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.look_ps)
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
     hit, hit_blocks, idle_blocks = jnp.int32(0), 0, 0
@@ -258,7 +279,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     arrives_ps = jnp.where(from_fresh, look.arrives_next_ps, look.arrives_ps)
     running = p.running + count(admits)
     left = p.left - jnp.where(admits, tokens, 0)
-    head_waits = (preempted_head != NONE) | (arrives_ps <= s.clock_ps)
+    head_waits = (preempted_head != NONE) | (arrives_ps <= s.look_ps)
     more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
     runs = look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE)
     late = jnp.bool_(False)

@@ -36,7 +36,7 @@ def simulate(
     iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
     Raises ConfigError for requests that vLLM would refuse.
     """
-    replay = Replay() if trace or series else None
+    replay = Replay(engine.async_scheduling) if trace or series else None
     settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
     sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
     if replay is None:
@@ -89,12 +89,13 @@ def _run(
     replay: Replay | None,
 ) -> list[Simulation]:
     results: list[Any] = [None] * len(settings.engine)
-    # Static and continuous batching, with and without prefix caching, are different programs.
+    # Static and continuous batching, async scheduling and prefix caching are different programs.
     programs: dict[tuple, list[int]] = {}
     for i, engine in enumerate(settings.engine):
-        programs.setdefault((engine.batching, engine.enable_prefix_caching, 1), []).append(i)
+        kind = (engine.batching, engine.async_scheduling, engine.enable_prefix_caching)
+        programs.setdefault((kind, 1), []).append(i)
     while programs:
-        (batching, caching, room), index = programs.popitem()
+        (kind, room), index = programs.popitem()
         prepared = prepare(settings.at(index), leap, statistics, replay is not None, room)
         limits, traces, tables, chains, jobs, orders = prepared
         devices = jax.local_devices()
@@ -108,7 +109,7 @@ def _run(
         for i, outcome in run(limits, traces, tables, chains, jobs, lanes, devices, on_events=on_events):
             place, order = index[i], orders[int(jobs.trace[i])]
             if outcome.state.status == Status.OVERFLOW:
-                programs.setdefault((batching, caching, 4 * room), []).append(place)
+                programs.setdefault((kind, 4 * room), []).append(place)
                 if replay is not None:
                     replay.clear()
                 continue

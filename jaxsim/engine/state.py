@@ -29,9 +29,15 @@ class State(NamedTuple):
     memory: jax.Array  # [Limits.memory] int32: requests, arrivals, log, calendar
     tops: jax.Array  # [Limits.tops] int32, upper level of the calendar's bitmap
     need: jax.Array  # [P] int32, decoding requests by block phase
-    clock_ps: jax.Array  # int64
+    clock_ps: jax.Array  # int64, end of the last iteration, or the time to which an idle server has come
+    look_ps: (
+        jax.Array
+    )  # int64, time of the schedule() call: the same, under async scheduling the start of that iteration
     now: jax.Array  # iterations so far
     free: jax.Array  # blocks
+    held: jax.Array  # async scheduling: running requests that the iteration in flight finishes
+    held_blocks: jax.Array  # and their blocks
+    dropped: jax.Array  # and those of them that this schedule() has preempted
     decodes: jax.Array  # running requests that decode
     context: jax.Array  # sum of their computed tokens
     running: jax.Array
@@ -79,6 +85,7 @@ class Event(NamedTuple):
     admitted_tokens: jax.Array
     hit_tokens: jax.Array  # that it found in the prefix cache
     ran: jax.Array  # bool: the iteration is complete (also an empty one that preempted)
+    look_ps: jax.Array  # int64, time of the schedule() call
     start_ps: jax.Array  # int64
     duration_ps: jax.Array  # int64
     running: jax.Array
@@ -117,6 +124,7 @@ def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: ja
         "tops": jnp.zeros(limits.tops, jnp.int32),
         "need": jnp.zeros(limits.phases, jnp.int32),
         "clock_ps": jnp.int64(0),
+        "look_ps": jnp.int64(0),
         "free": knobs.blocks,
         "arrivals_known": known,
         "status": jnp.int32(Status.RUNNING),

@@ -53,14 +53,16 @@ class Stretch(NamedTuple):
     leap_ps: jax.Array
     first_ps: jax.Array  # time of the first iteration of the leap, and by how much each further one is longer
     slope_ps: jax.Array
-    used: jax.Array  # blocks in use in the iteration, and in the last one of the leap
-    used_after: jax.Array
+    used: jax.Array  # blocks in use in the iteration
+    leap_used: jax.Array  # before the leap
+    leap_used_after: jax.Array  # in its last iteration
     blocks: jax.Array  # in the pool
     need: jax.Array  # [P], how the leap's decodes take blocks
     phase: jax.Array
     block_size: jax.Array
     preempted: jax.Array  # preempted requests that wait
     running: jax.Array
+    leap_running: jax.Array
     rows: jax.Array  # rows x iterations
     waiting: jax.Array  # the most requests that waited
     tokens: jax.Array
@@ -81,6 +83,7 @@ class Statistics(NamedTuple):
     """Sums over the iterations of one simulation."""
 
     kv_block_ps: Wide  # blocks in use x time
+    running_ps: Wide  # running requests x time
     preempted_ps: Wide  # preempted requests waiting x time
     above_90_ps: jax.Array  # int64, time with more than 90 % of the blocks in use
     kv_peak: jax.Array  # int32, blocks
@@ -100,7 +103,7 @@ class Statistics(NamedTuple):
     def zero() -> "Statistics":
         none, long = jnp.int32(0), jnp.int64(0)
         return Statistics(
-            Wide.zero(), Wide.zero(), long, none, none, none, long, long, long, none, none, none,
+            Wide.zero(), Wide.zero(), Wide.zero(), long, none, none, none, long, long, long, none, none, none,
             jnp.zeros(BINS, jnp.int32), jnp.int32(-1), jnp.int32(-1),
         )  # fmt: skip
 
@@ -109,15 +112,18 @@ class Statistics(NamedTuple):
         mark = d.blocks - quotient(d.blocks + 9, jnp.int32(10))  # more blocks than this are more than 90 %
         held, numbers = growth_moments(d.need, d.phase, d.leaps, d.block_size)
         time_ps = d.duration_ps + d.leap_ps
-        above_ps = jnp.where(d.used > mark, d.duration_ps, 0) + jnp.where(d.used_after > mark, d.leap_ps, 0)
+        above_ps = jnp.where(d.used > mark, d.duration_ps, 0) + jnp.where(d.leap_used_after > mark, d.leap_ps, 0)
         by_seats = jnp.where(d.leap_by_seats, d.leap_refused, 0)
         by_budget = jnp.where(d.leap_by_budget, d.leap_refused, 0)
         bins = jnp.stack([itl_bin(time) for time in (d.duration_ps, d.first_ps, d.gap_ps)])
         return Statistics(
-            kv_block_ps=self.kv_block_ps.plus((d.used, time_ps), (held, d.first_ps), (d.slope_ps, numbers)),
+            kv_block_ps=self.kv_block_ps.plus(
+                (d.used, d.duration_ps), (d.leap_used, d.leap_ps), (held, d.first_ps), (d.slope_ps, numbers)
+            ),
+            running_ps=self.running_ps.plus((d.running, d.duration_ps), (d.leap_running, d.leap_ps)),
             preempted_ps=self.preempted_ps.plus((d.preempted, time_ps)),
             above_90_ps=self.above_90_ps + above_ps,
-            kv_peak=jnp.maximum(self.kv_peak, jnp.where(d.works, d.used_after, 0)),
+            kv_peak=jnp.maximum(self.kv_peak, jnp.where(d.works, jnp.maximum(d.used, d.leap_used_after), 0)),
             running_max=jnp.maximum(self.running_max, jnp.where(d.works, d.running, 0)),
             waiting_max=jnp.maximum(self.waiting_max, d.waiting),
             slot_rows=self.slot_rows + d.rows.astype(jnp.int64),

@@ -83,6 +83,8 @@ class Iteration(NamedTuple):
     duration_ps: jax.Array  # int64, 0 unless `works`
     end_ps: jax.Array  # int64
     now: jax.Array
+    running: jax.Array
+    free: jax.Array
     decodes: jax.Array
     context: jax.Array
     chunk: jax.Array  # of the prompt in progress in each iteration of a leap, or 0
@@ -116,11 +118,13 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     head = jnp.where(s.preempted_head != NONE, s.preempted_head, s.fresh_head)
     joiner = jnp.where(prompt != NONE, prompt, head)
     arrives_ps, arrives_next_ps = arrivals(limits, s.memory, s.fresh_head)
+    arrived = arrived_by(limits, s.memory, s.fresh_head, s.look_ps) if limits.threshold else jnp.int32(0)
     if limits.closed_loop:
         returns = finishes & (s.arrivals_known < knobs.num_requests)
         back_ps = s.clock_ps + knobs.think_ps
         arrives_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head), back_ps, arrives_ps)
         arrives_next_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head + 1), back_ps, arrives_next_ps)
+        arrived = arrived + count(returns & (back_ps <= s.look_ps))
     return Look(
         active=active,
         finishes=finishes,
@@ -131,7 +135,7 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         row=read_row(s.memory, joiner),
         arrives_ps=arrives_ps,
         arrives_next_ps=arrives_next_ps,
-        arrived=arrived_by(limits, s.memory, s.fresh_head, s.clock_ps) if limits.threshold else jnp.int32(0),
+        arrived=arrived,
     )
 
 
@@ -209,6 +213,8 @@ def iterate(
         duration_ps=duration_ps,
         end_ps=s.clock_ps + duration_ps,
         now=s.now + count(works),
+        running=a.running - jnp.where(a.runs, p.held, 0),
+        free=a.free + jnp.where(a.runs, p.held_blocks, 0),
         decodes=decodes,
         context=context,
         chunk=chunk,
@@ -223,19 +229,21 @@ def bound_leap(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Iterations that may follow at once, whether only they count (and not an arrival), and whether a request waits."""
     in_progress = prompts.first != NONE
-    full = a.running >= knobs.seats
-    # Blocks only shrink, so a head that was refused for want of blocks stays refused.
-    stays_refused = a.refused & (~a.over_budget | (a.wanted > knobs.budget - i.decodes))
+    full = i.running >= knobs.seats
+    # Blocks only shrink until a request leaves, so a head that was refused for want of blocks stays refused.
+    stays_refused = a.refused & (~a.over_budget | (a.wanted > knobs.budget - i.decodes)) & (p.held == 0)
+    if limits.threshold:  # an arrival may shorten the chunk that a waiting prompt asks for
+        stays_refused = jnp.bool_(False)
     blocked = full | in_progress | stays_refused
-    queued = (a.preempted_head != NONE) | (a.arrives_ps <= i.end_ps)
+    look_ps = s.clock_ps if limits.asynchronous else i.end_ps
+    queued = (a.preempted_head != NONE) | (a.arrives_ps <= look_ps)
     rest = quotient(prompts.known - prompts.done - 1, jnp.maximum(i.chunk, 1))
     bound = jnp.where(in_progress, jnp.minimum(completion, rest), jnp.where(i.decodes > 0, completion, 0))
-    bound = jnp.minimum(bound, leap.fitting(a.free, i.decodes, i.chunk, knobs.block_size))
+    bound = jnp.minimum(bound, leap.fitting(i.free, i.decodes, i.chunk, knobs.block_size))
     bound = jnp.minimum(bound, knobs.leap)
     stop = ~i.works | (queued & ~blocked)
     if limits.threshold:
-        # An adaptive threshold falls with each arrival, so that a chunk of the head may fit after all.
-        stop = stop | in_progress | (a.refused & knobs.adaptive & (knobs.threshold > 0))
+        stop = stop | in_progress
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
         stop = stop | in_progress | (s.cache.eager_first != NONE) | (a.refused & a.open_to_change)
@@ -243,7 +251,7 @@ def bound_leap(
         # Stop where the ITL bin changes, where 90 % of the blocks are passed and where a resumed request's gap is to be
         # counted; the growth of a prompt's blocks has no closed form.
         bound = jnp.minimum(bound, leap.below(i.first_ps, i.slope_ps, bin_end(i.first_ps)))
-        mark = a.free - blocks_for(knobs.blocks, jnp.int32(10))
+        mark = i.free - blocks_for(knobs.blocks, jnp.int32(10))
         passing = leap.fitting(mark, i.decodes, i.chunk, knobs.block_size)
         bound = jnp.where(mark >= 0, jnp.minimum(bound, passing), bound)
         stop = stop | in_progress | (pending != NONE)
@@ -251,10 +259,12 @@ def bound_leap(
 
 
 def leap_on(
-    knobs: Knobs, a: Pass2, prompts: Prompts, i: Iteration, need: jax.Array, bound: jax.Array, blocked: jax.Array,
-    queued: jax.Array,
+    limits: Limits, knobs: Knobs, a: Pass2, prompts: Prompts, i: Iteration, need: jax.Array, bound: jax.Array,
+    blocked: jax.Array, queued: jax.Array,
 ) -> Leap:  # fmt: skip
     before_arrival = leap.started_before(i.first_ps, i.slope_ps, a.arrives_ps - i.end_ps, bound)
+    if limits.asynchronous:  # each iteration is scheduled when the one before it starts
+        before_arrival = jnp.minimum(before_arrival + 1, bound)
     leaps = jnp.where(blocked, bound, before_arrival)
     blocks = blocks_taken(need, remainder(-i.now, knobs.block_size), leaps, knobs.block_size)
     held = blocks_for(prompts.done, knobs.block_size)
@@ -264,7 +274,7 @@ def leap_on(
         before_arrival=before_arrival,
         time_ps=leap.span(i.first_ps, i.slope_ps, leaps),
         blocks=blocks + jnp.where(i.chunk > 0, grown, 0),
-        full=a.running >= knobs.seats,
+        full=i.running >= knobs.seats,
         queued=queued,
     )
 
@@ -287,9 +297,9 @@ def write(
         [
             pick(knows_last, clock_low, gone[LAST_TOKEN]),
             pick(knows_last, clock_high, gone[LAST_TOKEN + 1]),
-            gone[PREEMPTIONS] + count(p.preempts),
-            gone[RECOMPUTED] + pick(p.preempts, p.victim_computed, 0),
-            pick(look.finishes, gone[OUTPUT], p.generated),
+            gone[PREEMPTIONS] + count(p.preempts | p.drops),
+            gone[RECOMPUTED] + pick(p.preempts | p.drops, p.victim_computed, 0),
+            pick(look.finishes | p.drops, gone[OUTPUT], p.generated),
             gone[PROMPT],
             gone[OUTPUT],
             pick(p.preempts, s.preempted_head, gone[LINK]),
@@ -314,7 +324,7 @@ def write(
             row[FIRST_TOKEN + 1],
         ]
     )
-    departs = look.finishes | p.preempts
+    departs = look.finishes | p.preempts | p.drops
     starts = [pick(departs, look.leaver * ROW, sink_row) + WINDOW, pick(enters, look.joiner * ROW, sink_row)]
     memory = write_windows(s.memory, starts, [departure, entry])
 
@@ -424,24 +434,30 @@ def step(
     completion = next_completion(limits, s.memory, words.tops, changed, i.now)
     pending = jnp.where(a.joins & ~a.first_token, look.joiner, s.statistics.pending)
     bound, blocked, queued = fence(on, lambda: bound_leap(limits, knobs, small, p, a, prompts, i, completion, pending))
-    j = fence(on, lambda: leap_on(knobs, a, prompts, i, need, bound, blocked, queued))
+    j = fence(on, lambda: leap_on(limits, knobs, a, prompts, i, need, bound, blocked, queued))
 
     pending_before = s.statistics.pending if limits.statistics else None
     memory = write(
         limits, knobs, s, look, p, a, i, words, below_in_bucket, j.iterations, pending_before, collected["joined_fresh"]
     )
     statistics, event = s.statistics, None
-    idle = a.runs & ~i.works & ~p.preempted
+    # An empty schedule() waits for the iteration in flight, then tries again with what that has freed.
+    drains = a.runs & ~i.works & (s.look_ps < s.clock_ps) if limits.asynchronous else jnp.bool_(False)
+    idle = a.runs & ~i.works & ~p.preempted & ~drains
+    leap_look_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations, s.clock_ps, limits.asynchronous)
     if limits.statistics or limits.trace:
         # Requests that wait after the (last) schedule() call of this step.
-        last_ps = i.end_ps + leap.span(i.first_ps, i.slope_ps, j.iterations - 1)
-        waiting = a.preempted_count + arrived_by(
-            limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.clock_ps)
+        last_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations - 1, s.clock_ps, limits.asynchronous)
+        waiting = (
+            p.dropped
+            + a.preempted_count
+            + arrived_by(limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.look_ps))
         )
     if settle_row is not None:
         gap_ps = s.clock_ps - join_time(settle_row[LAST_TOKEN], settle_row[LAST_TOKEN + 1])
-        left_waiting = i.works & a.head_waits
-        by_seats, by_budget = ~p.preempted & j.full, (a.left == 0) | (a.refused & a.over_budget)
+        left_waiting = i.works & (a.head_waits | (p.dropped > 0))
+        full = a.running >= knobs.seats
+        by_seats, by_budget = ~p.preempted & full, (a.left == 0) | (a.refused & a.over_budget)
         counted = count(i.works)
         done = Stretch(
             works=i.works,
@@ -451,21 +467,23 @@ def step(
             first_ps=i.first_ps,
             slope_ps=i.slope_ps,
             used=knobs.blocks - a.free,
-            used_after=knobs.blocks - a.free + j.blocks,
+            leap_used=knobs.blocks - i.free,
+            leap_used_after=knobs.blocks - i.free + j.blocks,
             blocks=knobs.blocks,
             need=need,
             phase=remainder(-i.now, knobs.block_size),
             block_size=knobs.block_size,
             preempted=a.preempted_count,
             running=a.running,
-            rows=a.running * (counted + j.iterations),
-            waiting=jnp.where(a.runs & ~idle, waiting, 0),
+            leap_running=i.running,
+            rows=a.running * counted + i.running * j.iterations,
+            waiting=jnp.where(a.runs & (i.works | p.preempted), waiting, 0),
             tokens=jnp.where(i.works, knobs.budget - a.left, 0) + j.iterations * i.decodes,
             prefill_tokens=jnp.where(i.works, collected["prefill_tokens"], 0),
             decodes=jnp.where(i.works, p.decodes, 0),
             leap_decodes=j.iterations * i.decodes,
             refused_seats=count(left_waiting & by_seats),
-            refused_budget=count(left_waiting & ~p.preempted & ~j.full & by_budget),
+            refused_budget=count(left_waiting & ~p.preempted & ~full & by_budget),
             refused=count(left_waiting),
             leap_refused=j.iterations - jnp.where(j.queued, 0, jnp.minimum(j.before_arrival, j.iterations)),
             leap_by_seats=j.full,
@@ -484,13 +502,14 @@ def step(
         none = jnp.int32(NONE)
         event = Event(
             finished=jnp.where(look.finishes, look.leaver, none),
-            preempted=jnp.where(p.preempts, look.leaver, none),
+            preempted=jnp.where(p.preempts | p.drops, look.leaver, none),
             continued=jnp.where(p.continues, look.joiner, none),
             continued_tokens=p.chunk,
             admitted=jnp.where(a.admits, look.joiner, none),
             admitted_tokens=a.tokens,
             hit_tokens=a.hit,
-            ran=a.runs & ~idle,
+            ran=a.runs & (i.works | p.preempted),
+            look_ps=s.look_ps,
             start_ps=s.clock_ps,
             duration_ps=i.duration_ps,
             running=a.running,
@@ -507,6 +526,7 @@ def step(
     fruitless = count(a.runs & ~idle & ~gets_token) + jnp.where(i.decodes > 0, 0, j.iterations)
     fruitful = gets_token | ((j.iterations > 0) & (i.decodes > 0))
     barren = jnp.where(fruitful, 0, s.barren + fruitless)
+    arrives = idle & ~a.head_waits & ~over
     stuck = (idle & a.head_waits) | (look.active & (barren > knobs.patience))
     status = jnp.where(over, jnp.int32(Status.DONE), jnp.where(stuck, jnp.int32(Status.STUCK), s.status))
     cache = None
@@ -519,12 +539,18 @@ def step(
         memory=memory,
         tops=words.tops,
         need=need,
-        clock_ps=jnp.where(idle & ~a.head_waits & ~over, a.arrives_ps, i.end_ps + j.time_ps),
+        clock_ps=jnp.where(arrives, a.arrives_ps, i.end_ps + j.time_ps),
+        look_ps=jnp.where(
+            arrives, a.arrives_ps, jnp.where(i.works, leap_look_ps, jnp.where(drains, s.clock_ps, s.look_ps))
+        ),
         now=i.now + j.iterations,
-        free=a.free - j.blocks,
+        free=i.free - j.blocks,
+        held=jnp.where(a.runs, 0, p.held),
+        held_blocks=jnp.where(a.runs, 0, p.held_blocks),
+        dropped=jnp.where(a.runs, 0, p.dropped),
         decodes=i.decodes,
         context=i.context + j.iterations * i.decodes,
-        running=a.running,
+        running=i.running,
         fresh_head=a.fresh_head,
         preempted_head=a.preempted_head,
         preempted_count=a.preempted_count,

@@ -14,6 +14,7 @@ from jaxsim.errors import ConfigError
 
 PS_PER_S = 10**12
 NEVER = -1
+LATEST_S = 4.0e6  # times must be earlier: far below the int64 limit of 9.2e6 s
 LARGEST = 1 << 22  # tokens of one request, blocks of a pool and seats must stay below: quotients are exact in float32
 
 
@@ -39,7 +40,6 @@ class Requests(NamedTuple):
 
 UNBUILT = {
     "policy": ("fcfs", "only the policy fcfs is modelled"),
-    "async_scheduling": (False, "async scheduling is not modelled; use false (vllm serve --no-async-scheduling)"),
 }
 
 
@@ -85,6 +85,9 @@ class EngineConfig:
             raise ConfigError("engine.long_prefill_token_threshold", self.long_prefill_token_threshold, allowed)
         if not 0.0 <= self.watermark <= 1.0:
             raise ConfigError("engine.watermark", self.watermark, "must be a share of the blocks, from 0 to 1")
+        if self.max_num_active_seqs is not None and self.max_num_active_seqs > self.max_num_seqs:
+            allowed = f"must be at most max_num_seqs={self.max_num_seqs}, or None"
+            raise ConfigError("engine.max_num_active_seqs", self.max_num_active_seqs, allowed)
         if self.max_num_batched_tokens < self.max_num_seqs:
             allowed = f"must be at least max_num_seqs={self.max_num_seqs}"
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
@@ -93,10 +96,13 @@ class EngineConfig:
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
         if self.enable_prefix_caching and self.batching == "static":
             raise ConfigError("engine.enable_prefix_caching", True, "must be false when batching=static")
+        if self.enable_prefix_caching and self.async_scheduling:
+            allowed = "must be false with async_scheduling=true: the two are not modelled together"
+            raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
-        if self.static_wait_s < 0:
-            raise ConfigError("engine.static_wait_s", self.static_wait_s, "must be 0 or a time in seconds")
+        if not 0 <= self.static_wait_s < LATEST_S:
+            raise ConfigError("engine.static_wait_s", self.static_wait_s, f"must be from 0 to {LATEST_S:g} seconds")
 
 
 class Totals(NamedTuple):

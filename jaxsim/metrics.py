@@ -1,0 +1,239 @@
+"""Metrics of one simulation and intervals over seeds; names and definitions are those of `vllm bench serve`.
+
+Latencies are in milliseconds, percentiles by linear interpolation. TTFT includes queueing,
+TPOT = (E2EL - TTFT) / (output tokens - 1). Simulations are read by their fields only (`jaxsim.engine.Simulation`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxsim import engine
+from jaxsim.errors import ConfigError
+
+PS_PER_MS = 10**9
+PS_PER_S = 10**12
+GROWTH_SHARE = 0.03  # of the arrivals left waiting, see `is_growing`
+GROWTH_REQUESTS = 10
+
+
+class Latencies(NamedTuple):
+    """Per finished request after warm-up, in arrival order, milliseconds, float64; K requests."""
+
+    ttft: np.ndarray  # [K]
+    tpot: np.ndarray  # [K], 0 for outputs of one token (they count as 0 for goodput and are left out of TPOT figures)
+    e2el: np.ndarray  # [K]
+    queue_wait: np.ndarray  # [K], arrival to first scheduled
+    output_tokens: np.ndarray  # [K] int64
+    requests: int  # after warm-up, finished or not
+
+
+class Goodput(NamedTuple):
+    """Requests that met every limit."""
+
+    requests_per_s: float
+    share: float  # of the requests after warm-up; unfinished ones have missed
+
+
+class Interval(NamedTuple):
+    """A mean with the half width of its confidence interval."""
+
+    mean: float
+    half_width: float
+
+
+def latencies(simulation: Any, warmup: float = 0.1) -> Latencies:
+    """Latencies of the finished requests, the first `warmup` share of the requests (by arrival) left out."""
+    if not 0 <= warmup < 1:
+        raise ConfigError("warmup", warmup, "a share of the requests, from 0 to below 1")
+    arrival = np.asarray(simulation.arrival_ps)
+    # In a closed loop that got stuck some requests were never sent: they come last.
+    order = np.argsort(np.where(arrival < 0, np.iinfo(np.int64).max, arrival), kind="stable")
+    kept = order[math.floor(warmup * len(order)) :]
+    done = kept[np.asarray(simulation.finish_ps)[kept] >= 0]
+    first, finish = np.asarray(simulation.first_token_ps)[done], np.asarray(simulation.finish_ps)[done]
+    scheduled = np.asarray(simulation.first_scheduled_ps)[done]
+    output = np.asarray(simulation.output_tokens)[done].astype(np.int64)
+    return Latencies(
+        ttft=(first - arrival[done]) / PS_PER_MS,
+        tpot=(finish - first) / PS_PER_MS / np.maximum(output - 1, 1),
+        e2el=(finish - arrival[done]) / PS_PER_MS,
+        queue_wait=(scheduled - arrival[done]) / PS_PER_MS,
+        output_tokens=output,
+        requests=len(kept),
+    )
+
+
+def summarise(
+    simulation: Any,
+    warmup: float = 0.1,
+    percentiles: Sequence[float] = (50, 95, 99),
+    slo_ms: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Flat dict with the keys of `vllm bench serve --save-result`, plus `queue_wait`; NaN where there is no request.
+
+    TTFT, TPOT, E2EL and queue wait are of requests finished after warm-up. Counts, throughputs and ITL are of the whole
+    run: first arrival to last token, as vLLM's. `request_goodput` is None without `slo_ms` (see `goodput`).
+    """
+    for percentile in percentiles:
+        if not 0 <= percentile <= 100:
+            raise ConfigError("percentiles", percentile, "numbers from 0 to 100")
+    times = latencies(simulation, warmup)
+    done = np.asarray(simulation.finish_ps) >= 0
+    prompt_tokens = int(np.asarray(simulation.prompt_len)[done].sum(dtype=np.int64))
+    output_tokens = int(np.asarray(simulation.output_tokens)[done].sum(dtype=np.int64))
+    duration = simulation.totals.duration_s
+    result: dict[str, Any] = {
+        "duration": duration,
+        "num_prompts": len(done),
+        "completed": int(done.sum()),
+        "failed": int((~done).sum()),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": _per_second(int(done.sum()), duration),
+        "request_goodput": None if slo_ms is None else goodput(simulation, slo_ms, warmup).requests_per_s,
+        "output_throughput": _per_second(output_tokens, duration),
+        "total_token_throughput": _per_second(prompt_tokens + output_tokens, duration),
+    }
+    series = {
+        "ttft": times.ttft,
+        "tpot": times.tpot[times.output_tokens > 1],
+        "e2el": times.e2el,
+        "queue_wait": times.queue_wait,
+    }
+    for name, values in series.items():
+        points = [_percentile(values, q) for q in (50, *percentiles)]
+        result |= _figures(name, percentiles, _mean(values), _std(values), points)
+    result |= _figures("itl", percentiles, *_itl(simulation, percentiles))
+    return result
+
+
+def goodput(simulation: Any, slo_ms: Mapping[str, float], warmup: float = 0.1) -> Goodput:
+    """Requests that meet all limits of `slo_ms`, keys ttft, tpot and e2el, milliseconds, inclusive.
+
+    The rate is the share after warm-up x requests / duration; without warm-up that is vLLM's request_goodput.
+    """
+    times = latencies(simulation, warmup)
+    good = np.ones(len(times.ttft), dtype=bool)
+    for key, limit in slo_ms.items():
+        if key not in ("ttft", "tpot", "e2el"):
+            raise ConfigError("slo", key, "limits for ttft, tpot, e2el in ms")
+        good &= getattr(times, key) <= limit
+    share = float(good.sum()) / times.requests if times.requests else math.nan
+    return Goodput(_per_second(share * len(simulation.arrival_ps), simulation.totals.duration_s), share)
+
+
+def histogram_percentile(counts: np.ndarray, edges: np.ndarray, q: float) -> float:
+    """Percentile of a histogram, `counts` [bins], `edges` [bins + 1], linear inside a bin; NaN if it is empty.
+
+    An infinite last edge counts as the bin's lower edge.
+    """
+    total = int(counts.sum())
+    if total == 0:
+        return math.nan
+    target = q / 100 * total
+    below = np.concatenate([[0], np.cumsum(counts)])
+    used = np.flatnonzero(counts)
+    bin_ = int(used[np.searchsorted(below[used + 1], target)])
+    low, high = edges[bin_], edges[bin_ + 1]
+    if not math.isfinite(high):
+        return float(low)
+    return float(low + (high - low) * (target - below[bin_]) / counts[bin_])
+
+
+def t_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
+    """Student t interval of the mean over seeds; the half width of fewer than two values is NaN."""
+    from scipy.stats import t
+
+    array = np.asarray(values, dtype=np.float64)
+    if len(array) < 2:
+        return Interval(_mean(array), math.nan)
+    quantile = float(t.ppf((1 + level) / 2, len(array) - 1))
+    return Interval(float(array.mean()), quantile * float(array.std(ddof=1)) / math.sqrt(len(array)))
+
+
+def paired_interval(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
+    """t interval of a - b, paired by seed."""
+    if len(a) != len(b):
+        raise ValueError(f"paired values must match: {len(a)} and {len(b)} seeds")
+    return t_interval(np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64), level)
+
+
+def is_growing(simulation: Any) -> bool:
+    """Whether requests came faster than they were taken up: the run was unstable, whatever its percentiles say.
+
+    The queue is counted from the records: Q at a request's arrival = earlier requests not yet scheduled then. The first
+    quarter of the requests is left out (the batch fills), the slope of Q over time is fitted to the rest, and the
+    queue grows if all three hold:
+    1. slope >= 3 % of the arrival rate: 3 of 100 requests are left behind for good. Below that lies the wander of a
+       stable queue near saturation (M/M/1, 2,000 requests: flagged at load 0.95 in 2 % of the runs, at 1.05 in 60 %, at
+       1.1 in 92 %).
+    2. slope x time >= 10 requests, so that a short run is not judged by a handful.
+    3. Q never falls below half of that in the last quarter: an unstable queue does not drain, one that caught a burst
+       at the end of the run had been empty just before.
+    A closed loop never grows: its clients wait. Nor does a batch that arrives all at once.
+    """
+    if getattr(simulation, "closed_loop", False):
+        return False
+    order = np.argsort(np.asarray(simulation.arrival_ps), kind="stable")
+    arrival = np.asarray(simulation.arrival_ps)[order]
+    scheduled = np.asarray(simulation.first_scheduled_ps)[order]
+    taken = np.sort(scheduled[scheduled >= 0])
+    queue = np.arange(len(order)) - np.searchsorted(taken, arrival, side="right")
+    # A request taken up in the instant it arrives is in `taken` already at its own arrival.
+    queue = np.maximum(queue, 0)[len(order) // 4 :]
+    time_s = (arrival[len(order) // 4 :] - arrival[0]) / PS_PER_S
+    if len(queue) < 2 or time_s[-1] == time_s[0]:
+        return False
+    window_s = time_s[-1] - time_s[0]
+    centred = time_s - time_s.mean()
+    growth = float(centred @ (queue - queue.mean()) / (centred @ centred)) * window_s
+    low_water = queue[-max(len(queue) // 3, 1) :].min()
+    return growth >= max(GROWTH_SHARE * len(queue), GROWTH_REQUESTS) and low_water >= growth / 2
+
+
+def _itl(simulation: Any, percentiles: Sequence[float]) -> tuple[float, float, list[float]]:
+    """(mean, std, [median and percentiles]) of the gaps between tokens, ms.
+
+    The mean is exact, of the finished requests; the rest takes the gaps as uniform inside the histogram's bins.
+    """
+    counts = np.asarray(simulation.totals.itl_histogram)
+    edges = np.asarray(engine.itl_edges_s(), dtype=np.float64) * 1000
+    total = int(counts.sum())
+    if total == 0:
+        return math.nan, math.nan, [math.nan] * (1 + len(percentiles))
+    low = edges[:-1]
+    high = np.where(np.isfinite(edges[1:]), edges[1:], low)
+    centre = float(counts @ (low + high)) / 2 / total
+    square = float(counts @ (low * low + low * high + high * high)) / 3 / total
+    std = math.sqrt(max(square - centre * centre, 0.0))
+    done = np.asarray(simulation.finish_ps) >= 0
+    decode_ps = (np.asarray(simulation.finish_ps) - np.asarray(simulation.first_token_ps))[done].sum(dtype=np.float64)
+    gaps = (np.asarray(simulation.output_tokens)[done] - 1).sum(dtype=np.int64)
+    mean = float(decode_ps / PS_PER_MS / gaps) if gaps else math.nan
+    return mean, std, [histogram_percentile(counts, edges, q) for q in (50, *percentiles)]
+
+
+def _figures(name: str, percentiles: Sequence[float], mean: float, std: float, points: list[float]) -> dict[str, float]:
+    result = {f"mean_{name}_ms": mean, f"median_{name}_ms": points[0], f"std_{name}_ms": std}
+    return result | {f"p{q:g}_{name}_ms": value for q, value in zip(percentiles, points[1:], strict=True)}
+
+
+def _per_second(amount: float, duration_s: float) -> float:
+    return amount / duration_s if duration_s > 0 else math.nan
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def _std(values: np.ndarray) -> float:
+    return float(values.std()) if len(values) else math.nan
+
+
+def _percentile(values: np.ndarray, q: float) -> float:
+    return float(np.percentile(values, q)) if len(values) else math.nan

@@ -1,0 +1,50 @@
+"""What a command sets in JAX before its first use: devices and the compilation cache. Never called on import."""
+
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from jaxsim.errors import ConfigError
+from jaxsim.settings import RuntimeSettings
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for compiled programs, by the platform's convention."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxsim" / "xla"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def prepare(settings: RuntimeSettings) -> None:
+    """One CPU device per core, and the cache. Devices stay as they are where JAX has been used before."""
+    logging.getLogger("jax").setLevel(logging.WARNING)  # Hydra's root logger would print which backends are missing
+    with contextlib.suppress(RuntimeError):  # JAX has been used before
+        jax.config.update("jax_num_cpu_devices", settings.devices or cores())
+    if settings.compilation_cache is None:
+        return
+    if settings.compilation_cache == "auto" and jax.config.jax_compilation_cache_dir:  # pyright: ignore
+        return  # the user has said where, in JAX's own way
+    folder = cache_dir() if settings.compilation_cache == "auto" else Path(settings.compilation_cache)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if settings.compilation_cache == "auto":
+            return
+        raise ConfigError(
+            "runtime.compilation_cache", folder, f"must be a writable folder ({error.strerror})"
+        ) from None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,0 +1,112 @@
+"""The largest load, or number of clients, that passes a test: many searches side by side.
+
+All candidates are rungs of a ladder, a sorted array shared by every search: loads that differ by one relative step, or
+numbers of clients. A search finds the highest rung that passes with the next one failing, assuming that all rungs below
+one that passes do too. It tries its guess and the lowest rung, gallops away from the guess with doubling strides until
+a passing and a failing rung enclose the answer, then halves. Shared rungs make equal capacities compare as equal.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+STRIDE = 8  # rungs of the first gallop away from a guess
+
+
+class Verdict(NamedTuple):
+    """What one simulation said about one rung."""
+
+    passed: bool
+    reason: str  # why it failed; empty if it passed
+
+
+class Probe(NamedTuple):
+    """One simulation that a search asks for."""
+
+    search: int
+    rung: int
+
+
+def load_ladder(lowest: float, highest: float, step: float) -> np.ndarray:
+    """Loads from `lowest` to `highest`, each `step` (relative) above the one before; [R] float64, ascending."""
+    rungs = int(np.ceil(np.log(highest / lowest) / np.log1p(step))) + 1
+    return lowest * (1.0 + step) ** np.arange(rungs)
+
+
+def integer_ladder(highest: int, step: float) -> np.ndarray:
+    """Integers from 1 to `highest`, neighbours 1 or the relative `step` apart; [R] float64, ascending."""
+    rungs = [1]
+    while rungs[-1] < highest:
+        rungs.append(min(highest, rungs[-1] + max(1, int(step * rungs[-1]))))
+    return np.array(rungs, dtype=np.float64)
+
+
+class Ladder:
+    """The searches over one ladder, as arrays over `P` searches: ask for probes, tell their verdicts, until `done`."""
+
+    def __init__(self, rungs: np.ndarray, guesses: Sequence[float]):
+        self.rungs = rungs  # [R], ascending
+        last = len(rungs) - 1
+        self.guess = np.clip(np.searchsorted(rungs, guesses, side="right") - 1, 0, last)  # [P]
+        self.low = np.full(len(self.guess), -1)  # [P], highest rung that passed, -1 = none
+        self.high = np.full(len(self.guess), len(rungs))  # [P], lowest rung that failed above it, R = none
+        self.stride = np.full(len(self.guess), STRIDE)  # [P]
+        self.reason = [""] * len(self.guess)  # [P], why rung `high` failed
+
+    @property
+    def open(self) -> np.ndarray:
+        """Searches whose answer is not known yet; [P] bool."""
+        return self.high - self.low > 1
+
+    @property
+    def done(self) -> bool:
+        return not self.open.any()
+
+    @property
+    def capped(self) -> np.ndarray:
+        """Searches in which even the highest rung passed; [P] bool."""
+        return self.low == len(self.rungs) - 1
+
+    def values(self) -> np.ndarray:
+        """Highest value that passed so far, 0 where none did; [P] float64."""
+        return np.where(self.low < 0, 0.0, self.rungs[np.maximum(self.low, 0)])
+
+    def ask(self, each: int = 1) -> list[Probe]:
+        """The next round: for every open search up to `each` probes, two in the first round."""
+        probes = []
+        for index in np.flatnonzero(self.open):
+            low, high, stride = int(self.low[index]), int(self.high[index]), int(self.stride[index])
+            steps = stride * 2 ** np.arange(each)
+            if low < 0:
+                rungs = {0, int(self.guess[index])}
+            elif high == len(self.rungs):
+                rungs = {min(low + int(step), high - 1) for step in steps}
+            elif low == 0 and high - stride > 1:
+                rungs = {max(high - int(step), 1) for step in steps}
+            else:
+                parts = min(each, high - low - 1) + 1
+                rungs = {low + (high - low) * part // parts for part in range(1, parts)}
+            probes += [Probe(int(index), rung) for rung in sorted(rungs)]
+        return probes
+
+    def tell(self, probes: Sequence[Probe], verdicts: Sequence[Verdict]) -> None:
+        """Enters the outcome of a round, in any order. What passes above a rung that fails is ignored."""
+        told: dict[int, dict[int, Verdict]] = {}
+        for probe, verdict in zip(probes, verdicts, strict=True):
+            told.setdefault(probe.search, {})[probe.rung] = verdict
+        for index, round_ in told.items():
+            if self.low[index] >= 0 and (self.low[index] == 0 or self.high[index] == len(self.rungs)):
+                self.stride[index] *= 2 ** len(round_)
+            for rung, (passed, reason) in sorted(round_.items(), reverse=True):
+                if not passed and rung < self.high[index]:
+                    self.high[index], self.reason[index] = rung, reason
+            passing = [rung for rung, (passed, _) in round_.items() if passed and rung < self.high[index]]
+            self.low[index] = max([self.low[index], *passing])
+
+    def remaining(self) -> int:
+        """About how many probes are still to come."""
+        gap = np.where(self.high == len(self.rungs), 2 * self.stride, self.high - self.low)
+        gap = np.where((self.low == 0) & (self.high < len(self.rungs)), np.minimum(gap, 2 * self.stride), gap)
+        gap = np.where((self.low < 0) & (self.high == len(self.rungs)), 8 * STRIDE, gap)
+        return int(np.ceil(np.log2(np.maximum(gap[self.open], 2))).sum())

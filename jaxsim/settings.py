@@ -1,0 +1,205 @@
+"""Typed settings of the config groups: every key, its type and range in one place.
+
+The classes mirror the YAML files in `conf/`. `read` turns a plain mapping into one of them and raises `ConfigError`,
+naming key, value and what is allowed. The groups model, hardware and workload are read where their subject lives.
+"""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from jaxsim.errors import ConfigError
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one key may hold."""
+
+    kind: Literal["integer", "number", "flag", "text", "choice"]
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # the low end itself is not allowed
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+    many: Literal["no", "list", "either"] = "no"
+
+    def allowed(self) -> str:
+        """The rule in words, to follow `key=value:`."""
+        if self.kind in ("integer", "number"):
+            words = "an integer" if self.kind == "integer" else "a number"
+            if self.low > -math.inf:
+                words += f" {'above' if self.above else 'from'} {self.low:g}"
+            if self.high < math.inf:
+                words += f" {'up ' if self.low > -math.inf else ''}to {self.high:g}"
+        elif self.kind == "flag":
+            words = "true or false"
+        else:
+            words = f"one of {', '.join(self.choices)}" if self.choices else "a text"
+        if self.many != "no":
+            single = words
+            words = f"a list, not empty, each {single}"
+            words += f", or {single}" if self.many == "either" else ""
+        return f"must be {words}{', or null' if self.optional else ''}"
+
+    def read(self, key: str, value: Any) -> Any:
+        """The value, converted; a tuple where the rule asks for many. Raises `ConfigError`."""
+        if value is None and self.optional:
+            return None
+        listed = isinstance(value, list | tuple)
+        if listed != (self.many == "list") and self.many != "either" or (listed and not value):
+            raise ConfigError(key, show(value), self.allowed())
+        if not self.many == "no":
+            return tuple(self._one(key, item, value) for item in (value if listed else [value]))
+        return self._one(key, value, value)
+
+    def _one(self, key: str, item: Any, value: Any) -> Any:
+        number = isinstance(item, int | float) and not isinstance(item, bool)
+        if self.kind in ("integer", "number") and number and (self.kind == "number" or isinstance(item, int)):
+            inside = (item > self.low if self.above else item >= self.low) and item <= self.high
+            if inside and math.isfinite(item):
+                return float(item) if self.kind == "number" else item
+        elif self.kind == "flag" and isinstance(item, bool):
+            return item
+        elif self.kind == "choice" and item in self.choices or self.kind == "text" and isinstance(item, str):
+            return item
+        raise ConfigError(key, show(value), self.allowed())
+
+
+def _setting(rule: Rule, default: Any) -> Any:
+    return field(default=default, metadata={"rule": rule})
+
+
+def integer(default: Any, low: float = 1, **rule: Any) -> Any:
+    return _setting(Rule("integer", low=low, **rule), default)
+
+
+def number(default: Any, low: float = 0, **rule: Any) -> Any:
+    return _setting(Rule("number", low=low, **rule), default)
+
+
+def flag(default: bool) -> Any:
+    return _setting(Rule("flag"), default)
+
+
+def text(default: Any, **rule: Any) -> Any:
+    return _setting(Rule("choice" if "choices" in rule else "text", **rule), default)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The server's flags in vLLM's names; null where the value follows from the model, the GPU or the workload."""
+
+    max_num_seqs: int | None = integer(None, optional=True)
+    max_num_batched_tokens: int | None = integer(None, optional=True)
+    max_model_len: int | None = integer(None, low=2, optional=True)
+    gpu_memory_utilization: float = number(0.92, above=True, high=1)
+    block_size: int = integer(16, high=1024)
+    num_gpu_blocks_override: int | None = integer(None, low=2, optional=True)
+    tensor_parallel_size: int = integer(1, high=1024)
+    enable_chunked_prefill: bool = flag(True)
+    long_prefill_token_threshold: int = integer(0, low=0)
+    long_prefill_token_threshold_adaptive: bool = flag(False)
+    policy: str = text("fcfs", choices=("fcfs", "priority"))
+    watermark: float = number(0.0, high=1)
+    scheduler_reserve_full_isl: bool = flag(True)
+    max_num_active_seqs: int | None = integer(None, optional=True)
+    enable_prefix_caching: bool = flag(False)
+    async_scheduling: bool = flag(False)
+    batching: str = text("continuous", choices=("continuous", "static"))
+    static_padding: bool = flag(False)
+    static_wait_s: float = number(0.0)
+
+
+@dataclass(frozen=True)
+class SloSettings:
+    """Limits on latency, each at one percentile of the requests."""
+
+    ttft_ms: float | None = number(200.0, above=True, optional=True)
+    tpot_ms: float | None = number(None, above=True, optional=True)
+    e2el_ms: float | None = number(None, above=True, optional=True)
+    percentile: float = number(99.0, above=True, high=100)
+    target_rps: float | None = number(100.0, above=True, optional=True)
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """The grid, the replicates and the precision of a search."""
+
+    max_num_seqs: tuple[int, ...] = integer((8, 16, 32, 64, 128, 256), many="list")
+    max_num_batched_tokens: tuple[int, ...] = integer((2048, 4096, 8192), many="list")
+    load: bool = flag(True)
+    concurrency: bool = flag(True)
+    seeds: int = integer(10, high=1000)
+    first_seed: int = integer(0, low=0)
+    num_requests: int | None = integer(2000, low=10, optional=True)
+    warmup: float = number(0.1, high=0.9)
+    step: float = number(0.02, low=0.001, high=1)
+    think_time_s: float = number(0.0, high=1e4)
+
+
+@dataclass(frozen=True)
+class TrackingSettings:
+    mode: str = text("offline", choices=("online", "offline", "disabled"))
+    project: str = text("jaxsim")
+    group: str | None = text(None, optional=True)
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    devices: int | None = integer(None, high=1024, optional=True)
+    lanes: int | None = integer(64, optional=True)
+    compilation_cache: str | None = text("auto", optional=True)
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    load_rps: tuple[float, ...] | None = number(None, above=True, many="either", optional=True)
+    clients: tuple[int, ...] | None = integer(None, many="either", optional=True)
+
+
+@dataclass(frozen=True)
+class StaticSettings:
+    loads_rps: tuple[float, ...] | None = number(None, above=True, many="list", optional=True)
+
+
+GROUPS: dict[str, type] = {
+    "engine": EngineSettings,
+    "slo": SloSettings,
+    "search": SearchSettings,
+    "tracking": TrackingSettings,
+    "runtime": RuntimeSettings,
+    "evaluate": EvaluateSettings,
+    "static_vs_continuous": StaticSettings,
+}
+
+
+def read(kind: type[Settings], group: str, values: Any) -> Settings:
+    """An instance of a settings class from a mapping; a missing key takes its default. Raises `ConfigError`."""
+    rules = {entry.name: entry.metadata["rule"] for entry in dataclasses.fields(kind)}  # pyright: ignore[reportArgumentType]
+    if not isinstance(values, Mapping):
+        raise ConfigError(group, show(values), f"must be a group of keys: {', '.join(rules)}")
+    for key in values:
+        if key not in rules:
+            raise unknown_key(f"{group}.{key}", values[key], rules)
+    return kind(**{key: rules[key].read(f"{group}.{key}", value) for key, value in values.items()})
+
+
+def unknown_key(key: str, value: Any, known: Any) -> ConfigError:
+    """The error for a key that does not exist, with the one that was probably meant."""
+    close = difflib.get_close_matches(key.rpartition(".")[2], list(known), 1)
+    meant = f"no such key, did you mean {close[0]}?" if close else "no such key."
+    return ConfigError(key, show(value), f"{meant} Allowed: {', '.join(known)}")
+
+
+def show(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return f"[{','.join(show(item) for item in value)}]"
+    return " ".join(str(value).split())

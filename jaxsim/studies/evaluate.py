@@ -1,0 +1,127 @@
+"""Everything about one setting at one load or number of clients, or at each of a list, over several seeds."""
+
+from typing import Any
+
+import numpy as np
+
+from jaxsim.engine import Simulation, Status, simulate_many
+from jaxsim.errors import ConfigError
+from jaxsim.metrics import Interval
+from jaxsim.results import terminal
+from jaxsim.results.files import plain, write_csv, write_json
+from jaxsim.results.serve import vllm_serve
+from jaxsim.search.evaluate import figures, limited_by, over_seeds, warmup_share
+from jaxsim.settings import EvaluateSettings
+from jaxsim.studies.job import Job
+
+PERCENTILES = (50, 95, 99)
+
+
+def run(job: Job) -> None:
+    """Simulates every point under every seed; writes summary.json and candidates.csv. Raises `ConfigError`."""
+    asked: EvaluateSettings = job.groups["evaluate"]
+    if asked.load_rps and asked.clients:
+        raise ConfigError("evaluate.clients", list(asked.clients), "must be null when evaluate.load_rps is given")
+    candidate = job.server.candidate(*job.server.batch_defaults())
+    assert candidate.engine is not None and candidate.capacity is not None
+    sampled, seeds = job.replicates, len(job.replicates.requests)
+    key = "clients" if asked.clients else "load_rps"
+    points: tuple[Any, ...] = asked.clients or asked.load_rps or (float(np.mean(sampled.rates_rps)),)
+    if asked.clients and max(asked.clients) > sampled.count:
+        raise ConfigError("evaluate.clients", max(asked.clients), f"must be at most {sampled.count}, the requests")
+    cost = job.server.cost(candidate.max_num_batched_tokens, candidate.max_num_seqs)
+    tracking = job.track()
+    job.console.print(f"{job.title()}, {len(points)} x {key}")
+    jobs = [(point, seed) for point in points for seed in range(seeds)]
+    runs: dict[int, Simulation] = {}
+    interrupted = False
+    with terminal.progress(job.console, "simulating") as bar:
+        bar.expect(len(jobs), "simulating")
+
+        def keep(index: int, simulation: Simulation) -> None:
+            runs[index] = simulation
+            bar.advance()
+
+        try:
+            simulate_many(
+                [sampled.requests[seed] for _, seed in jobs],
+                candidate.engine,
+                cost,
+                clients=[point if asked.clients else None for point, _ in jobs],
+                stretch=[1.0 if asked.clients else sampled.stretch(seed, point) for point, seed in jobs],
+                think_time_s=job.search.think_time_s,
+                on_done=keep,
+                lanes=job.runtime.lanes,
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+    rows = []
+    for index, point in enumerate(points):
+        mine = [runs[i] for i in range(index * seeds, (index + 1) * seeds) if i in runs]
+        if mine:
+            rows.append(_row(job, key, point, mine))
+    summary = {
+        "sweep": job.sweep,
+        "status": "interrupted" if interrupted else "ok",
+        "model": job.server.model.name,
+        "hardware": job.server.hardware.name,
+        "max_num_seqs": candidate.max_num_seqs,
+        "max_num_batched_tokens": candidate.max_num_batched_tokens,
+        "num_gpu_blocks": candidate.capacity.num_gpu_blocks,
+        "dropped": sampled.dropped,
+        "seconds": job.seconds(),
+    }
+    if candidate.engine.batching == "continuous":
+        summary["vllm_serve"] = vllm_serve(job.server.model, job.server.flags, candidate.engine)
+    summary |= rows[0] if len(rows) == 1 else {"points": rows}
+    files = [job.folder / "summary.json", job.folder / "candidates.csv"]
+    flat = [{name: value for name, value in row.items() if name != "ci95"} for row in rows]
+    write_json(files[0], summary)
+    write_csv(files[1], flat)
+    for row in rows:
+        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)})
+        _show(job, key, row)
+    if "vllm_serve" in summary:
+        job.console.print(f"start it   {summary['vllm_serve']}", soft_wrap=True)
+    tracking.table("candidates", [plain(row) for row in flat])
+    tracking.summary({name: value for name, value in plain(summary).items() if not isinstance(value, dict | list)})
+    tracking.artifact("results", files)
+    for line in [f"results    {job.folder}", *(tracking.finish() or [])]:
+        job.console.print(line, soft_wrap=True)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _row(job: Job, key: str, point: float, runs: list[Simulation]) -> dict[str, Any]:
+    """Means over seeds, their half widths under `ci95`."""
+    share = warmup_share(job.search.warmup, int(point) if key == "clients" else None, job.replicates.count)
+    intervals = over_seeds([figures(simulation, job.slo, share) for simulation in runs])
+    row: dict[str, Any] = {key: point, "seeds": len(runs), "limited_by": limited_by(runs)}
+    row |= {name: interval.mean for name, interval in intervals.items()}
+    return row | {
+        "runs_done": sum(simulation.status == Status.DONE for simulation in runs),
+        "ci95": {name: interval.half_width for name, interval in intervals.items()},
+    }
+
+
+def _show(job: Job, key: str, row: dict[str, Any]) -> None:
+    intervals = {name: Interval(row[name], half) for name, half in row["ci95"].items()}
+
+    def shown(name: str) -> str:
+        return terminal.interval(intervals.get(name))
+
+    title = f"{row[key]:g} {'clients' if key == 'clients' else 'req/s'}"
+    job.console.print(terminal.latency_table(f"Latencies at {title}", intervals, PERCENTILES))
+    pairs = [
+        ("throughput", f"{shown('request_throughput')} req/s, {shown('output_throughput')} output tokens/s"),
+        ("goodput", f"{shown('request_goodput')} req/s within the limits"),
+        ("KV cache", f"{row['kv_usage_mean']:.0%} used, peak {row['kv_usage_peak']:.0%}"),
+        ("preemptions", f"{shown('num_preemptions')} per run"),
+        ("running", f"mean {shown('running_mean')}, largest {shown('running_max')} requests"),
+        ("waiting", f"mean {shown('waiting_mean')}, largest {shown('waiting_max')} requests"),
+        ("limited by", row["limited_by"]),
+        ("stable", "yes" if row["stable"] == 1 else f"in {row['stable']:.0%} of the seeds"),
+        (f"p{job.slo.percentile:g} within SLO", f"in {row['slo_met']:.0%} of the seeds"),
+        ("finished", f"{row['runs_done']} of {row['seeds']} runs"),
+    ]
+    job.console.print(terminal.facts(pairs))

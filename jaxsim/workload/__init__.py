@@ -1,0 +1,17 @@
+"""Workloads: what arrives when, and how long it is."""
+
+from jaxsim.workload.config import workload_from_config
+from jaxsim.workload.lengths import Length
+from jaxsim.workload.readers import read_trace
+from jaxsim.workload.synthetic import Arrival, Workload
+from jaxsim.workload.trace import TraceWorkload, drop_or_refuse
+
+__all__ = [
+    "Arrival",
+    "Length",
+    "TraceWorkload",
+    "Workload",
+    "drop_or_refuse",
+    "read_trace",
+    "workload_from_config",
+]

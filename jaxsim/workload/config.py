@@ -1,0 +1,71 @@
+"""The workload that a config group `conf/workload/*.yaml` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from jaxsim.errors import ConfigError
+from jaxsim.workload.lengths import Length
+from jaxsim.workload.readers import read_trace
+from jaxsim.workload.synthetic import Arrival, Workload
+from jaxsim.workload.trace import TraceWorkload
+
+KINDS = ("synthetic", "trace")
+_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output")
+_TRACE_KEYS = ("path", "format", "limit", "spread_s")
+
+T = TypeVar("T")
+
+
+def workload_from_config(config: Mapping[str, Any]) -> Workload | TraceWorkload:
+    """Workload of a mapping with the keys of `conf/workload/synthetic.yaml` or `trace.yaml`.
+
+    `too_long` is for `drop_or_refuse` and only checked here. Keys of the other kind may be present if null.
+    Errors: ConfigError whose key starts with `workload.`.
+    """
+    kind = config.get("kind")
+    if kind not in KINDS:
+        raise ConfigError("workload.kind", kind, "one of " + ", ".join(KINDS))
+    if config.get("too_long", "error") not in ("error", "drop"):
+        raise ConfigError("workload.too_long", config.get("too_long"), "error or drop")
+    keys = _SYNTHETIC_KEYS if kind == "synthetic" else _TRACE_KEYS
+    for key, value in config.items():
+        if value is not None and key not in ("kind", "too_long", *keys):
+            raise ConfigError(f"workload.{key}", value, f"with kind={kind} one of {', '.join(keys)}, too_long")
+    if kind == "trace":
+        if not config.get("path"):
+            raise ConfigError("workload.path", config.get("path"), "a trace file (Azure CSV or Mooncake JSONL)")
+        chosen = {key: config[key] for key in _TRACE_KEYS if config.get(key) is not None}
+        return read_trace(**chosen)
+    parts = {
+        "arrival": _part("arrival", Arrival, config),
+        "prompt": _part("prompt", Length, config),
+        "output": _part("output", Length, config),
+    }
+    return _named("", lambda: Workload(rate_rps=config.get("rate_rps"), **parts))  # type: ignore[arg-type]
+
+
+def _part(name: str, cls: Callable[..., T], config: Mapping[str, Any]) -> T:
+    section = config.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"workload.{name}", section, "a group of settings")
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for key in section:
+        if key not in known:
+            raise ConfigError(f"workload.{name}.{key}", section[key], f"no such key; there are {', '.join(known)}")
+    values = {
+        key: value if isinstance(value, str) or not hasattr(value, "__iter__") else tuple(value)
+        for key, value in section.items()
+        if value is not None
+    }
+    return _named(f"{name}.", lambda: cls(**values))
+
+
+def _named(prefix: str, build: Callable[[], T]) -> T:
+    """`build()`, with the full key in its errors."""
+    try:
+        return build()
+    except ConfigError as error:
+        raise ConfigError(f"workload.{prefix}{error.key}", error.value, error.allowed) from None

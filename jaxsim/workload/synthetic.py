@@ -1,0 +1,94 @@
+"""Synthetic workloads: arrivals at a rate and lengths from distributions.
+
+Arrivals, prompts and outputs of a seed come from three independent streams of uniform numbers, one number a request,
+each turned into a gap or a length by a quantile function. So common random numbers hold: changing one distribution
+leaves the other two as they were, arrivals at rate r are those at rate 1 divided by r, and a longer sample begins with
+the shorter one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxsim.engine import Requests
+from jaxsim.errors import ConfigError
+from jaxsim.workload.lengths import Length
+
+PROCESSES = ("poisson", "gamma", "constant")
+_STREAMS = ("arrivals", "prompts", "outputs")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Process of the gaps between arrivals.
+
+    `burstiness` is that of `vllm bench serve --burstiness`: gaps are Gamma distributed with this shape, so their
+    coefficient of variation is burstiness ** -0.5; 1 is Poisson, below 1 is burstier. Only `gamma` uses it.
+    """
+
+    process: str = "poisson"
+    burstiness: float = 1.0
+
+    def __post_init__(self):
+        if self.process not in PROCESSES:
+            raise ConfigError("process", self.process, "one of " + ", ".join(PROCESSES))
+        _check_positive("burstiness", self.burstiness)
+        if self.process != "gamma" and self.burstiness != 1:
+            raise ConfigError("burstiness", self.burstiness, f"1 with process={self.process}, others with gamma")
+
+    def gaps(self, uniform: np.ndarray) -> np.ndarray:
+        """Gaps of mean 1, float64 [N], of uniform numbers [N] in [0, 1)."""
+        if self.process == "constant":
+            return np.ones(len(uniform))
+        if self.burstiness == 1:
+            return -np.log1p(-uniform)
+        from scipy.special import gammaincinv
+
+        return gammaincinv(self.burstiness, uniform) / self.burstiness
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests arriving at `rate_rps` (requests/s), with prompts and outputs drawn independently of each other."""
+
+    rate_rps: float
+    arrival: Arrival
+    prompt: Length
+    output: Length
+
+    def __post_init__(self):
+        _check_positive("rate_rps", self.rate_rps)
+
+    def sample(self, seed: int, n: int) -> Requests:
+        """`n` requests of a seed, in arrival order, the first at 0 s."""
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+            raise ConfigError("n", n, "a number of requests from 1")
+        arrivals, prompts, outputs = (_uniform(seed, stream, int(n)) for stream in _STREAMS)
+        gaps = self.arrival.gaps(arrivals)
+        gaps[0] = 0.0
+        return Requests(
+            arrival_s=np.cumsum(gaps) / self.rate_rps,
+            prompt_len=self.prompt.sample(prompts),
+            output_len=self.output.sample(outputs),
+        )
+
+
+def check_seed(seed: object) -> int:
+    """`seed` as an int; ConfigError unless it is an integer from 0."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
+        raise ConfigError("seed", seed, "an integer from 0")
+    return int(seed)
+
+
+def _uniform(seed: int, stream: str, n: int) -> np.ndarray:
+    """`n` uniform numbers in [0, 1) of one stream of a seed, float64 [n]."""
+    sequence = np.random.SeedSequence(check_seed(seed), spawn_key=(_STREAMS.index(stream),))
+    return np.random.Generator(np.random.PCG64(sequence)).random(n)
+
+
+def _check_positive(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise ConfigError(key, value, "a finite number above 0")

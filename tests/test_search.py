@@ -1,0 +1,199 @@
+"""The search for capacity, on stand-ins whose answer is known."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxsim.engine import Requests, Simulation, Status, Totals
+from jaxsim.metrics import Interval
+from jaxsim.search.capacity import CapacitySearch, choose
+from jaxsim.search.evaluate import Replicates, judge, limited_by, number_of_instances, over_seeds, warmup_share
+from jaxsim.search.load import Ladder, Probe, Verdict, integer_ladder, load_ladder
+from jaxsim.search.space import Candidate
+from jaxsim.settings import SearchSettings, SloSettings
+
+PS_PER_MS = 10**9
+
+
+def simulation(ttft_ms, arrival_ms=None, status=Status.DONE, closed=False, **totals) -> Simulation:
+    """A run in which every request has one token and waits for nothing but its prefill."""
+    ttft = np.asarray(ttft_ms, np.float64)
+    arrival = np.asarray(arrival_ms if arrival_ms is not None else 1000.0 * np.arange(len(ttft)), np.float64)
+    sent, first = (np.rint(times * PS_PER_MS).astype(np.int64) for times in (arrival, arrival + ttft))
+    ones = np.ones(len(ttft), np.int32)
+    known: Any = dict.fromkeys(Totals._fields, 0) | {"duration_s": (arrival + ttft).max() / 1000} | totals
+    return Simulation(
+        sent, sent, first, first, ones, ones, 0 * ones, 0 * ones, 0 * ones, status, Totals(**known), closed
+    )
+
+
+def search_all(rungs, truth, guesses, each):
+    ladder, rounds = Ladder(rungs, guesses), 0
+    while not ladder.done:
+        probes = ladder.ask(each)
+        assert {probe.search for probe in probes} == set(np.flatnonzero(ladder.open))
+        ladder.tell(probes, [Verdict(probe.rung <= truth[probe.search], "above") for probe in probes])
+        rounds += 1
+        assert rounds < 60
+    return ladder
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 99), st.floats(0, 1e3)), min_size=1, max_size=8),
+    st.integers(1, 5),
+)
+def test_every_search_ends_at_the_highest_rung_that_passes(searches, each):
+    truth, guesses = zip(*searches, strict=True)
+    rungs = np.arange(1.0, 101.0)
+    ladder = search_all(rungs, truth, guesses, each)
+    assert ladder.low.tolist() == list(truth)
+    assert ladder.values().tolist() == [0.0 if rung < 0 else rungs[rung] for rung in truth]
+    assert ladder.capped.tolist() == [rung == 99 for rung in truth]
+    assert [bool(reason) for reason in ladder.reason] == [rung < 99 for rung in truth]
+
+
+def test_a_good_guess_takes_few_rounds():
+    rungs = load_ladder(0.01, 1e5, 0.02)
+    truth = len(rungs) // 2
+    ladder, rounds = Ladder(rungs, [rungs[truth + 5]]), 0
+    while not ladder.done:
+        probes = ladder.ask()
+        ladder.tell(probes, [Verdict(probe.rung <= truth, "") for probe in probes])
+        rounds += 1
+    assert ladder.low[0] == truth and rounds <= 6  # a first round, one gallop, log2 of the stride
+
+
+def test_what_passes_above_a_failure_does_not_count():
+    ladder = Ladder(np.arange(1.0, 101.0), [50.0])
+    ladder.tell([Probe(0, 0), Probe(0, 49)], [Verdict(False, "slow"), Verdict(True, "")])
+    assert ladder.done and ladder.values()[0] == 0 and ladder.reason[0] == "slow"
+
+
+def test_ladders():
+    loads = load_ladder(0.5, 20.0, 0.02)
+    assert loads[0] == 0.5 and loads[-2] < 20.0 <= loads[-1]
+    assert np.allclose(loads[1:] / loads[:-1], 1.02)
+    seats = integer_ladder(1000, 0.02)
+    assert seats[0] == 1 and seats[-1] == 1000 and (seats[:100] == np.arange(1, 101)).all()
+    assert ((seats[1:] - seats[:-1]) <= np.maximum(1, 0.02 * seats[:-1])).all()
+
+
+def candidates(*seats: int) -> list[Candidate]:
+    return [Candidate(count, 2048, count, None) for count in seats]  # type: ignore[arg-type]  # the stand-in's engine
+
+
+def stand_in(carries, holds):
+    """p99 TTFT is 100 ms up to `carries(seats, seed)` req/s or `holds(seats)` clients, and 300 ms above."""
+
+    def simulate(requests, engine, cost, *, clients, stretch, on_done=None, **_):
+        runs = []
+        for one, seats, users, factor in zip(requests, engine, clients, stretch, strict=True):
+            good = users <= holds(seats) if users else 1 / factor <= carries(seats, int(one.prompt_len[0]))
+            runs.append(simulation(np.full(40, 100.0 if good else 300.0), closed=users is not None))
+            if on_done:
+                on_done(len(runs) - 1, runs[-1])
+        return runs
+
+    return simulate
+
+
+def run_search(carries, holds, seats=(8, 32), seeds=3, **settings):
+    requests = [Requests(np.arange(40.0), np.full(40, seed), np.ones(40, int)) for seed in range(seeds)]
+    search = CapacitySearch(
+        candidates(*seats), Replicates(requests, [1.0] * seeds, [0] * seeds), None, SloSettings(), SearchSettings(**settings),
+        stand_in(carries, holds),
+    )  # fmt: skip
+    simulated = []
+    while not search.done:
+        search.round(lambda: simulated.append(1))
+    assert len(simulated) == search.simulations
+    return search
+
+
+def found(search, kind, candidate):
+    result = search.found(kind, candidate)
+    assert result is not None
+    return result
+
+
+def test_capacity_is_found_within_a_step_for_every_setting_and_seed():
+    search = run_search(lambda seats, seed: seats / 8 + 0.1 * seed, lambda seats: seats // 2)
+    for index, seats in enumerate((8, 32)):
+        load, clients = found(search, "load", index), found(search, "clients", index)
+        truth = seats / 8 + 0.1 * np.arange(3)
+        assert (load.values <= truth * (1 + 1e-9)).all() and (load.values * 1.02 > truth).all()
+        assert clients.values.tolist() == [min(seats // 2, 20)] * 3
+        assert load.finished and len(load.runs) == 3
+        assert load.interval.mean == pytest.approx(load.values.mean())
+
+
+def test_what_the_slo_forbids_at_any_load_is_zero_with_the_reason():
+    load = found(run_search(lambda seats, seed: 0.0, lambda seats: 0), "load", 0)
+    assert load.values.tolist() == [0, 0, 0] and load.runs == []
+    assert load.reason == "p99 TTFT 300 ms above 200 ms"
+
+
+def test_only_what_is_asked_for_is_searched():
+    assert run_search(lambda *_: 1.0, lambda _: 4, concurrency=False).found("clients", 0) is None
+    assert run_search(lambda *_: 1.0, lambda _: 4, load=False).found("load", 0) is None
+
+
+def test_loads_are_shared_rungs_so_that_equal_capacities_tie():
+    search = run_search(lambda *_: 3.0, lambda _: 4)
+    assert (found(search, "load", 0).values == found(search, "load", 1).values).all()
+
+
+def test_the_best_is_the_largest_mean_and_ties_go_to_fewer_seats():
+    values = {
+        (8, 1): np.array([1.0, 1.1, 0.9]),
+        (32, 1): np.array([2.0, 2.1, 1.9]),
+        (64, 1): np.array([2.02, 2.09, 1.92]),
+    }
+    assert choose(values) == (32, 1)  # paired differences 0.02, -0.01, 0.02: an interval around 0
+    values[64, 1] = np.array([2.1, 2.21, 2.0])  # 0.1, 0.11, 0.1: clearly more
+    assert choose(values) == (64, 1)
+    assert choose({(8, 1): np.zeros(3)}) is None and choose({}) is None
+
+
+def test_judge_names_what_was_missed():
+    slo = SloSettings()
+    assert judge(simulation(np.full(100, 199.0)), slo, 0.0) == Verdict(True, "")
+    assert judge(simulation(np.full(100, 201.0)), slo, 0.0).reason == "p99 TTFT 201 ms above 200 ms"
+    assert judge(simulation(np.full(100, 1.0), status=Status.STUCK), slo, 0.0).reason == "the run ended as STUCK"
+    e2el = SloSettings(ttft_ms=None, e2el_ms=50.0, percentile=50.0)
+    assert judge(simulation(np.arange(1.0, 101.0)), e2el, 0.0).reason == "p50 E2EL 50.5 ms above 50 ms"
+
+
+def test_warmup_requests_do_not_count():
+    times = np.concatenate([np.full(10, 999.0), np.full(90, 1.0)])
+    assert judge(simulation(times), SloSettings(), 0.1).passed
+    assert not judge(simulation(times), SloSettings(), 0.0).passed
+    assert warmup_share(0.1, None, 100) == 0.1 and warmup_share(0.1, 50, 100) == 0.5  # the first wave of 50 clients
+
+
+def test_a_growing_queue_is_unstable_whatever_its_percentile():
+    arrival = 10.0 * np.arange(400)
+    served = simulation(np.full(400, 1.0), arrival)
+    grown = Simulation(**{**vars(served), "first_scheduled_ps": (arrival * 2 * PS_PER_MS).astype(np.int64)})
+    assert judge(grown, SloSettings(), 0.0).reason == "the waiting queue grows"
+
+
+def test_limited_by_is_the_most_frequent_refusal():
+    runs = [simulation([1.0], refused_seats=3), simulation([1.0], refused_kv=4, refused_seats=2)]
+    assert limited_by(runs) == "seats"
+    assert limited_by([simulation([1.0])]) == "compute"
+
+
+def test_instances_carry_the_interval_of_the_capacity():
+    assert number_of_instances(100.0, Interval(9.0, 1.0)) == (12, 10, 13)
+    assert number_of_instances(100.0, Interval(9.0, 9.5)) == (12, 6, None)
+    assert number_of_instances(100.0, Interval(10.0, math.nan)) == (10, 10, 10)
+
+
+def test_figures_over_seeds_have_student_intervals():
+    # Two values 1 and 3: mean 2, standard error 1, t(0.975, 1) = 12.706.
+    assert over_seeds([{"a": 1.0}, {"a": 3.0}])["a"] == pytest.approx((2.0, 12.706), abs=1e-3)

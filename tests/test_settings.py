@@ -1,0 +1,162 @@
+"""The settings' types and ranges, the presets against them, and what vLLM would choose."""
+
+import dataclasses
+
+import pytest
+
+from jaxsim import settings
+from jaxsim.composition import conf_dir, defaults, presets, sweeps
+from jaxsim.engine import EngineConfig
+from jaxsim.errors import ConfigError
+from jaxsim.hardware import hardware_from_mapping
+from jaxsim.model import model_from_mapping
+from jaxsim.results.serve import vllm_serve
+from jaxsim.search.space import Server
+from jaxsim.settings import EngineSettings, SearchSettings, SloSettings
+
+
+def server(*overrides: str, **flags) -> Server:
+    composed = defaults(overrides)
+    return Server.of(composed, settings.read(EngineSettings, "engine", composed["engine"] | flags))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "allowed"),
+    [
+        (EngineSettings, "max_num_seqs", 0, "an integer from 1, or null"),
+        (EngineSettings, "max_num_seqs", 8.0, "an integer from 1, or null"),
+        (EngineSettings, "max_num_seqs", True, "an integer from 1, or null"),
+        (EngineSettings, "block_size", "16k", "an integer from 1 up to 1024"),
+        (EngineSettings, "gpu_memory_utilization", 0, "a number above 0 up to 1"),
+        (EngineSettings, "gpu_memory_utilization", 1.01, "a number above 0 up to 1"),
+        (EngineSettings, "watermark", float("nan"), "a number from 0 up to 1"),
+        (EngineSettings, "enable_chunked_prefill", "yes", "true or false"),
+        (EngineSettings, "batching", "dynamic", "one of continuous, static"),
+        (SloSettings, "percentile", 100.5, "a number above 0 up to 100"),
+        (SearchSettings, "max_num_seqs", [], "a list, not empty, each an integer from 1"),
+        (SearchSettings, "max_num_seqs", 8, "a list, not empty, each an integer from 1"),
+        (SearchSettings, "max_num_seqs", [8, "x"], "a list, not empty, each an integer from 1"),
+        (SearchSettings, "seeds", None, "an integer from 1 up to 1000"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_is_allowed(kind, key, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        settings.read(kind, "group", {key: value})
+    assert str(caught.value) == f"group.{key}={settings.show(value)}: must be {allowed}"
+
+
+def test_an_unknown_key_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"^engine.max_num_seq=3: no such key, did you mean max_num_seqs\?"):
+        settings.read(EngineSettings, "engine", {"max_num_seq": 3})
+
+
+def test_numbers_and_lists_are_converted():
+    read = settings.read(settings.EvaluateSettings, "evaluate", {"load_rps": 3, "clients": [1, 2]})
+    assert read.load_rps == (3.0,) and read.clients == (1, 2)
+
+
+@pytest.mark.parametrize("group", sorted(set(settings.GROUPS) - {"runtime"}))
+def test_every_preset_names_every_key_and_agrees_with_the_defaults_in_code(group):
+    sweep = [f"+sweep={group}"] if group in presets("sweep") else []
+    choices = [""] if sweep else presets(group)
+    for preset in choices:
+        values = defaults([*sweep, *([f"{group}={preset}"] if preset else [])])[group]
+        fields = [field.name for field in dataclasses.fields(settings.GROUPS[group])]
+        assert sorted(values) == sorted(fields)
+    first = settings.read(settings.GROUPS[group], group, defaults(sweep)[group])
+    assert first == settings.GROUPS[group]()
+
+
+def test_every_engine_key_reaches_the_engine():
+    given = {field.name for field in dataclasses.fields(EngineConfig)} - {"num_gpu_blocks"}
+    assert given <= {field.name for field in dataclasses.fields(EngineSettings)}
+
+
+@pytest.mark.parametrize("model", presets("model"))
+@pytest.mark.parametrize("hardware", presets("hardware"))
+def test_every_preset_reads(model, hardware):
+    composed = defaults([f"model={model}", f"hardware={hardware}"])
+    assert model_from_mapping(composed["model"]).name == model
+    assert hardware_from_mapping(composed["hardware"]).memory_gib > 10
+
+
+def test_every_sweep_has_a_module_and_a_line():
+    folder = conf_dir().parent / "jaxsim" / "studies"
+    for name, line in sweeps().items():
+        assert (folder / f"{name}.py").is_file() and line.endswith(".")
+
+
+# vLLM 0.33.0, engine/arg_utils.py get_batch_defaults, OpenAI server.
+@pytest.mark.parametrize(
+    ("hardware", "expected"),
+    [
+        ("b200", (1024, 16384)),
+        ("h100", (1024, 8192)),
+        ("h200", (1024, 8192)),
+        ("a100", (256, 2048)),
+        ("l4", (256, 2048)),
+    ],
+)
+def test_batch_defaults_are_those_of_vllm(hardware, expected):
+    assert server(f"hardware={hardware}").batch_defaults() == expected
+
+
+def test_batch_defaults_follow_the_caps():
+    assert server(max_num_batched_tokens=100).batch_defaults() == (100, 100)
+    assert server(max_num_seqs=2, max_model_len=512).batch_defaults() == (2, 1024)
+    assert server(enable_chunked_prefill=False).batch_defaults() == (1024, 16384)
+
+
+def serve_line(of: Server) -> str:
+    engine = of.candidate(64, 4096).engine
+    assert engine is not None
+    return vllm_serve(of.model, of.flags, engine)
+
+
+def test_serve_line_names_what_differs_from_the_defaults_of_vllm():
+    plain = server(max_model_len=131072)
+    line = serve_line(plain)
+    assert line == (
+        "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 64 --max-num-batched-tokens 4096"
+        " --no-enable-prefix-caching --no-async-scheduling"
+    )
+    other = server(
+        gpu_memory_utilization=0.9,
+        tensor_parallel_size=2,
+        long_prefill_token_threshold=256,
+        scheduler_reserve_full_isl=False,
+        watermark=0.01,
+        max_num_active_seqs=32,
+    )
+    line = serve_line(other)
+    for flag in (
+        "--max-model-len 16384",
+        "--gpu-memory-utilization 0.9",
+        "--tensor-parallel-size 2",
+        "--long-prefill-token-threshold 256",
+        "--no-scheduler-reserve-full-isl",
+        "--watermark 0.01",
+        "--max-num-active-seqs 32",
+    ):
+        assert flag in line
+
+
+def test_a_grid_keeps_a_setting_that_cannot_start_with_its_reason():
+    search = SearchSettings(max_num_seqs=(64, 4096), max_num_batched_tokens=(2048,))
+    good, bad = server().grid(search)
+    assert good.engine is not None and bad.engine is None
+    assert bad.reason == "engine.max_num_batched_tokens=2048: must be at least max_num_seqs=4096"
+
+
+def test_a_grid_that_cannot_start_at_all_is_refused():
+    with pytest.raises(ConfigError, match=r"^search.max_num_seqs=\[4096\]: none of these settings can start"):
+        server().grid(SearchSettings(max_num_seqs=(4096,), max_num_batched_tokens=(1024, 2048)))
+    with pytest.raises(ConfigError, match=r"^model\S*=llama3_1_70b: no memory is left"):
+        server("model=llama3_1_70b").grid(SearchSettings())
+    with pytest.raises(ConfigError, match=r"^engine.async_scheduling=True: "):
+        server(async_scheduling=True).grid(SearchSettings())
+
+
+def test_max_model_len_may_not_exceed_that_of_the_model():
+    with pytest.raises(ConfigError, match=r"^engine.max_model_len=131073: must be at most 131072"):
+        server(max_model_len=131073)
