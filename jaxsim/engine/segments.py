@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsim.engine.blocks import add_phase, remainder
 from jaxsim.engine.cache import (
     BASE,
     BELOW,
@@ -310,6 +311,9 @@ def carry_out(
     eager_first = pick(d.inserts & (c.insert_after == NONE), c.insert, eager_first)
     eager_last = pick(d.leaves_eager & (mine[EAGER_NEXT] == NONE), mine[EAGER_PREV], c.eager_last)
     eager_last = pick(d.inserts & (d.follower == NONE), c.insert, eager_last)
+    joins_base = pick(d.takes_over, v.owner_base, c.register_tokens - now - 1)
+    eager_need = add_phase(c.eager_need, remainder(joins_base, size), count(d.takes_over | d.becomes_eager))
+    eager_need = add_phase(eager_need, remainder(mine[BASE], size), -count(d.leaves_eager))
     queue_head = pick(d.emptied, s[QUEUE_NEXT], c.queue_head)
     queue_head = pick(d.unqueues & (s[QUEUE_PREV] == NONE), s[QUEUE_NEXT], queue_head)
     queue_head = pick(d.appends & (c.queue_tail == NONE), at, queue_head)
@@ -333,6 +337,7 @@ def carry_out(
         overflow=c.overflow | (needs_segment & (new >= limits.segments)) | (pushes & (new_hold >= limits.holds)),
         eager_first=eager_first,
         eager_last=eager_last,
+        eager_need=eager_need,
         insert=pick(d.inserts, NONE, pick(d.takes_over, owner, pick(d.becomes_eager, me, c.insert))),
         insert_after=pick(d.steps_back, mine[EAGER_PREV], pick(job.inserting, c.insert_after, c.eager_last)),
         touch=pick(d.touched, NONE, c.touch),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine import leap
-from jaxsim.engine.blocks import blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
 from jaxsim.engine.chains import Chains
@@ -246,7 +246,9 @@ def bound_leap(
         stop = stop | in_progress
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
-        stop = stop | in_progress | (s.cache.eager_first != NONE) | (a.refused & a.open_to_change)
+        stop = stop | in_progress | (a.refused & a.open_to_change)
+        fills = behind_phase(s.cache.eager_need, remainder(-i.now - 1, knobs.block_size), knobs.block_size)
+        bound = jnp.minimum(bound, jnp.min(jnp.where(s.cache.eager_need > 0, fills, bound)))
     if limits.statistics:
         # Stop where the ITL bin changes, where 90 % of the blocks are passed and where a resumed request's gap is to be
         # counted; the growth of a prompt's blocks has no closed form.
