@@ -45,6 +45,7 @@ class Cache(NamedTuple):
     enlist_after: jax.Array
     release: jax.Array  # the first of those that leave, in the order of arrival; it gives its blocks back
     complete: jax.Array  # bool: the list of those that leave is complete
+    alone: jax.Array  # the blocks of the one that leaves if there is only one, else NONE
     release_at: jax.Array  # the segment to go on with within a hold
     detached: jax.Array  # bool: it neither owns a node nor is eager any more
     walk: jax.Array  # the eager request to visit next

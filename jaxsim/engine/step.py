@@ -374,17 +374,25 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     grows = p.continues | a.admits
     begins = p.begun & ~s.begun
     searches = a.looks | a.admits
+    takes = a.takes + leap_blocks
+    plain = jnp.minimum(takes, c.anonymous)
+    last = leaves & ~p.more_finish
+    alone = last & (c.release == NONE)
+    blocks = blocks_for(context, knobs.block_size)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
         walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
     return c._replace(
         taken=p.taken,
-        take=c.take + a.takes + leap_blocks,
+        anonymous=c.anonymous - plain,
+        take=c.take + takes - plain,
         touch=pick(a.admits, look.joiner, c.touch),
-        enlist=pick(leaves, look.leaver, c.enlist),
-        enlist_blocks=pick(leaves, blocks_for(context, knobs.block_size), c.enlist_blocks),
+        release=pick(alone, look.leaver, c.release),
+        alone=pick(alone, blocks, c.alone),
+        enlist=pick(leaves & ~alone, look.leaver, c.enlist),
+        enlist_blocks=pick(leaves, blocks, c.enlist_blocks),
         enlist_after=pick(leaves, none, c.enlist_after),
-        complete=pick(leaves, ~p.more_finish, c.complete),
+        complete=pick(leaves, last, c.complete),
         release_at=pick(leaves, none, c.release_at),
         walk=pick(begins, c.eager_first, c.walk),
         walk_until=pick(look.active, walk_until, c.walk_until),
