@@ -66,7 +66,7 @@ class Replay:
                 if e.admitted_tokens:  # static batching admits requests whose prompt starts later
                     chunks[request] = int(e.admitted_tokens)
                 waiting_for_prompt.add(request)
-                done[request] = e.hit_tokens
+                done[request] = int(e.hit_tokens)
             if e.ran:
                 scheduled: list[int] = []
                 for request in running:

@@ -162,7 +162,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
 
     chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
-    taken = takes = None
+    taken: Any = None
+    takes: Any = None
     if limits.prefix:
         taken = s.cache.taken
         due = due - taken
@@ -259,7 +260,9 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
     hit: Any = 0
-    hit_blocks = idle_blocks = looks = None
+    hit_blocks: Any = 0
+    idle_blocks: Any = 0
+    looks: Any = None
     if limits.prefix:
         looks = attempt & (s.cache.found != look.joiner)
         attempt = attempt & ~looks
