@@ -86,7 +86,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         statistics=statistics,
         trace=trace,
         static=engines[0].batching == "static",
-        asynchronous=engines[0].async_scheduling,
+        asynchronous=engines[0].overlaps,
         fenced=jax.default_backend() == "cpu",
         **rows,
     )

@@ -36,7 +36,7 @@ def simulate(
     iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
     Raises ConfigError for requests that vLLM would refuse.
     """
-    replay = Replay(engine.async_scheduling) if trace or series else None
+    replay = Replay(engine.overlaps) if trace or series else None
     settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
     sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
     if replay is None:
@@ -92,7 +92,7 @@ def _run(
     # Static and continuous batching, async scheduling and prefix caching are different programs.
     programs: dict[tuple, list[int]] = {}
     for i, engine in enumerate(settings.engine):
-        kind = (engine.batching, engine.async_scheduling, engine.enable_prefix_caching)
+        kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching)
         programs.setdefault((kind, 1), []).append(i)
     while programs:
         (kind, room), index = programs.popitem()

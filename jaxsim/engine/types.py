@@ -69,6 +69,11 @@ class EngineConfig:
     static_padding: bool = False  # static batching bills every row of a batch until the batch ends
     static_wait_s: float = 0.0  # static batching waits at most this long, from the head's arrival, for a full batch
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether iterations are scheduled while the one before runs: a batch of static batching never is."""
+        return self.async_scheduling and self.batching == "continuous"
+
     def __post_init__(self) -> None:
         for key, (built, allowed) in UNBUILT.items():
             if getattr(self, key) != built:
