@@ -3,6 +3,7 @@
 from jaxsim.workload.config import workload_from_config
 from jaxsim.workload.lengths import Length
 from jaxsim.workload.readers import read_trace
+from jaxsim.workload.reuse import reusable_share, reusable_tokens
 from jaxsim.workload.synthetic import Arrival, Workload
 from jaxsim.workload.trace import TraceWorkload, drop_or_refuse
 
@@ -13,5 +14,7 @@ __all__ = [
     "Workload",
     "drop_or_refuse",
     "read_trace",
+    "reusable_share",
+    "reusable_tokens",
     "workload_from_config",
 ]

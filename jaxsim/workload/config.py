@@ -14,15 +14,16 @@ from jaxsim.workload.trace import TraceWorkload
 
 KINDS = ("synthetic", "trace")
 _SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output")
-_TRACE_KEYS = ("path", "format", "limit", "spread_s")
+_TRACE_KEYS = ("path", "format", "limit", "spread_s", "hash_block_size")
 
 T = TypeVar("T")
 
 
-def workload_from_config(config: Mapping[str, Any]) -> Workload | TraceWorkload:
+def workload_from_config(config: Mapping[str, Any], prefix_caching: bool = False) -> Workload | TraceWorkload:
     """Workload of a mapping with the keys of `conf/workload/synthetic.yaml` or `trace.yaml`.
 
     `too_long` is for `drop_or_refuse` and only checked here. Keys of the other kind may be present if null.
+    Hash ids of a trace are read, and workload.hash_block_size is required for them, with `prefix_caching` only.
     Errors: ConfigError whose key starts with `workload.`.
     """
     kind = config.get("kind")
@@ -36,9 +37,9 @@ def workload_from_config(config: Mapping[str, Any]) -> Workload | TraceWorkload:
             raise ConfigError(f"workload.{key}", value, f"with kind={kind} one of {', '.join(keys)}, too_long")
     if kind == "trace":
         if not config.get("path"):
-            raise ConfigError("workload.path", config.get("path"), "a trace file (Azure CSV or Mooncake JSONL)")
+            raise ConfigError("workload.path", config.get("path"), "a trace file (CSV or JSONL)")
         chosen = {key: config[key] for key in _TRACE_KEYS if config.get(key) is not None}
-        return read_trace(**chosen)
+        return read_trace(**chosen, prefix_caching=prefix_caching)
     parts = {
         "arrival": _part("arrival", Arrival, config),
         "prompt": _part("prompt", Length, config),
