@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 from jaxsim.errors import ConfigError
 from jaxsim.workload.lengths import Length
+from jaxsim.workload.prefix import Prefix
 from jaxsim.workload.readers import read_trace
 from jaxsim.workload.synthetic import Arrival, Workload
 from jaxsim.workload.trace import TraceWorkload
 
 KINDS = ("synthetic", "trace")
-_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output")
+_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output", "prefix")
 _TRACE_KEYS = ("path", "format", "limit", "spread_s", "hash_block_size")
 
 T = TypeVar("T")
@@ -44,15 +45,27 @@ def workload_from_config(config: Mapping[str, Any], prefix_caching: bool = False
         "arrival": _part("arrival", Arrival, config),
         "prompt": _part("prompt", Length, config),
         "output": _part("output", Length, config),
+        "prefix": _prefix(config.get("prefix") or {}),
     }
     return _named("", lambda: Workload(rate_rps=config.get("rate_rps"), **parts))  # type: ignore[arg-type]
 
 
-def _part(name: str, cls: Callable[..., T], config: Mapping[str, Any]) -> T:
+def _prefix(section: Any) -> Prefix:
+    lengths = {}
+    if isinstance(section, Mapping):
+        for key in ("length", "turns"):
+            if section.get(key) is not None:
+                lengths[key] = _part(f"prefix.{key}", Length, {f"prefix.{key}": section[key]})
+        section = {key: value for key, value in section.items() if key not in lengths}
+    return _part("prefix", lambda **values: Prefix(**values, **lengths), {"prefix": section}, Prefix)
+
+
+def _part(name: str, build: Callable[..., T], config: Mapping[str, Any], cls: Any = None) -> T:
+    """`build` with the values of one section, whose keys are the fields of `cls`, or of the class `build`."""
     section = config.get(name) or {}
     if not isinstance(section, Mapping):
         raise ConfigError(f"workload.{name}", section, "a group of settings")
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    known = [field.name for field in fields(cls or build)]  # type: ignore[arg-type]
     for key in section:
         if key not in known:
             raise ConfigError(f"workload.{name}.{key}", section[key], f"no such key; there are {', '.join(known)}")
@@ -61,7 +74,7 @@ def _part(name: str, cls: Callable[..., T], config: Mapping[str, Any]) -> T:
         for key, value in section.items()
         if value is not None
     }
-    return _named(f"{name}.", lambda: cls(**values))
+    return _named(f"{name}.", lambda: build(**values))
 
 
 def _named(prefix: str, build: Callable[[], T]) -> T:
