@@ -1,7 +1,6 @@
 """Everything about one setting at one load or number of clients, or at each of a list, over several seeds."""
 
-from collections.abc import Sequence
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
 
 PERCENTILES = (50, 95, 99)
+HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate")
 
 
 def run(job: Job) -> None:
@@ -164,5 +164,5 @@ def _hits(job: Job, shown: Callable[[str], str]) -> str:
     """Hit rates in words."""
     if not job.server.flags.enable_prefix_caching:
         return "off"
-    rates = [shown(f"{name}_hit_rate{end}") for name, end in (("prefix_cache", ""), ("prefix_cache", "_warm"))]
-    return f"{rates[0]} of the prompt tokens found, {rates[1]} after warm-up; {shown('mean_request_hit_rate')} of a request's"
+    cold, warm, mean = (shown(name) for name in HIT_RATES)
+    return f"{cold} of the prompt tokens found, {warm} after warm-up; {mean} of a request's"

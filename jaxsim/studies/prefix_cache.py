@@ -162,38 +162,27 @@ def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], interrupted: bo
     write_csv(files[1], flat)
     labels = {"prefix_len": "shared tokens", "share": "reuse", "num_gpu_blocks": "blocks"}
     labels = {key: name for key, name in labels.items() if rows and key in rows[0]}
-    more = [
-        "hit rate",
-        "warm",
-        "a request",
-        "no eviction",
-        "p50 TTFT",
-        "p99 TTFT",
-        "p99 saved ms",
-        "peak req/s",
-        "ratio",
-    ]
+    rates = ["hit rate", "after warm-up", "of a request", "no eviction"]
 
-    def line(row: Mapping[str, Any]) -> list[str]:
-        def shown(name: str) -> str:
-            return terminal.interval(Interval(row[name], row["ci95"][name]))
+    def shown(row: Mapping[str, Any], name: str) -> str:
+        return terminal.interval(Interval(row[name], row["ci95"][name]))
 
-        def both(name: str) -> str:
-            return " / ".join(terminal.number(row[f"{arm}_{name}"]) for arm in ("off", "on"))
+    def both(row: Mapping[str, Any], name: str) -> str:
+        return " / ".join(terminal.number(row[f"{arm}_{name}"]) for arm in ("off", "on"))
 
-        rates = [f"{row[name]:.1%}" for name in (*HIT_RATES[:3], "infinite_hit_rate")]
-        times = [both("p50_ttft_ms"), both("p99_ttft_ms"), shown("saved_p99_ttft_ms")]
-        return [
-            *(f"{row[key]:g}" for key in labels),
-            *rates,
-            *times,
-            both("peak_throughput"),
-            shown("peak_throughput_ratio"),
-        ]
-
+    found, carried = [], []
+    for row in rows:
+        place = [f"{row[key]:g}" if key == "share" else f"{row[key]}" for key in labels]
+        shares = [f"{row[name]:.1%}" for name in (*HIT_RATES[:3], "infinite_hit_rate")]
+        ttft = [both(row, name) for name in ("p50_ttft_ms", "p99_ttft_ms")]
+        found.append([*place, *shares, *ttft, shown(row, "saved_p99_ttft_ms")])
+        carried.append([*place, both(row, "peak_throughput"), shown(row, "peak_throughput_ratio")])
     if rows:
-        title = f"Prefix cache off / on at {rows[0]['load_rps']:g} req/s; peak: under saturation"
-        job.console.print(terminal.table(title, [*labels.values(), *more], [line(row) for row in rows]))
+        title = f"Prefix cache off / on at {rows[0]['load_rps']:g} req/s, TTFT in ms"
+        heads = [*labels.values(), *rates, "p50", "p99", "p99 saved"]
+        job.console.print(terminal.table(title, heads, found))
+        heads = [*labels.values(), "req/s off / on", "ratio"]
+        job.console.print(terminal.table("Throughput under saturation", heads, carried))
     tracking.table("candidates", [plain(row) for row in flat])
     tracking.summary(plain(summary))
     tracking.artifact("results", files)
