@@ -34,6 +34,7 @@ class Cache(NamedTuple):
     overflow: jax.Array  # bool: there were too few rows
     eager_first: jax.Array
     eager_last: jax.Array
+    eager_need: jax.Array  # [P], eager requests by the phase of their blocks, as in blocks.py
     taken: jax.Array  # blocks that decodes of the iteration being scheduled have taken before a preemption
     insert: jax.Array  # a request to enter into the eager list, and the one after which to try
     insert_after: jax.Array
@@ -44,6 +45,7 @@ class Cache(NamedTuple):
     enlist_after: jax.Array
     release: jax.Array  # the first of those that leave, in the order of arrival; it gives its blocks back
     complete: jax.Array  # bool: the list of those that leave is complete
+    alone: jax.Array  # the blocks of the one that leaves if there is only one, else NONE
     release_at: jax.Array  # the segment to go on with within a hold
     detached: jax.Array  # bool: it neither owns a node nor is eager any more
     walk: jax.Array  # the eager request to visit next
@@ -70,6 +72,7 @@ def initial_cache(limits: Limits, knobs: Knobs) -> Cache:
     )
     fields |= dict.fromkeys(["cap", "idle", "walk_until"], zero)
     fields |= dict.fromkeys(["overflow", "complete", "register_joins", "contested", "detached"], false)
+    fields |= {"eager_need": jnp.zeros(limits.phases, jnp.int32)}
     fields |= {"memory": jnp.full(limits.prefix_memory, NONE, jnp.int32), "anonymous": knobs.blocks}
     return Cache(**fields)
 
@@ -128,6 +131,7 @@ class View(NamedTuple):
     node: jax.Array  # the node there
     node_end: jax.Array  # the first block behind it
     copies: jax.Array  # its row
+    owner_base: jax.Array  # BASE of its owner
     hold: jax.Array  # the last hold of turn.who
     at: jax.Array  # the segment at hand
     segment: jax.Array  # its row

@@ -135,6 +135,7 @@ def work(
         node,
         node_end,
         copies,
+        owners[BASE],
         hold,
         at,
         s,

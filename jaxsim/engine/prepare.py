@@ -118,13 +118,13 @@ def _chains(
     """Tables of one shape for the tries, and the rows that the prefix cache is given."""
     if not tries:
         return None, {}
-    nodes = _grown(max(len(trie.nodes) for trie in tries), 64)
-    paths = _grown(max(len(trie.path) for trie in tries), 64)
+    nodes = _grown(max(len(trie.nodes) for trie in tries), 256)
+    paths = _grown(max(len(trie.path) for trie in tries), 256)
     blocks = max(engine.num_gpu_blocks for engine in engines)
     seats = min(requests, max(engine.max_num_seqs for engine in engines))
     # Each segment has a block of its own; more than a few per node and running request are rare.
-    segments = _grown(min(blocks, room * (nodes + 2 * seats)), 64)
-    rows = {"nodes": nodes, "segments": segments, "holds": _grown(room * (8 * seats + 64), 64)}
+    segments = _grown(min(blocks, room * (nodes + 2 * seats)), 256)
+    rows = {"nodes": nodes, "segments": segments, "holds": _grown(room * 8 * seats, 256)}
     return padded(tries, requests, paths, nodes), rows
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsim.engine.blocks import add_phase, remainder
 from jaxsim.engine.cache import (
     BASE,
     BELOW,
@@ -99,16 +100,17 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
     emptied = evicts & (s[HI] - evicted == s[LO])
 
     # Release.
-    has_hold = job.releasing & c.detached & (top != NONE)
+    pops = job.releasing & ~turn.registers
+    has_hold = pops & (top != NONE)
     last_holder = has_hold & (s[REF] == 1)
     neighbours = (o[COPY_NEXT] == at) | (o[COPY_PREV] == at)
     merges = last_holder & (c.queue_tail != NONE) & (o[OF] == s[OF]) & (o[LO] == s[HI]) & neighbours
     appends = last_holder & ~merges
     hold_ends = has_hold & (s[LO] <= hold[1])
-    released = job.releasing & c.detached & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
-    detaches = job.releasing & ~c.detached & ~turn.registers
+    released = pops & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
+    detaches = pops & ~c.detached
     leaves_eager = detaches & (mine[MODE] == EAGER)
-    unhashed = pick(detaches, mine[BLOCKS] - mine[REGISTERED], 0)
+    unhashed = pick(detaches, pick(c.alone != NONE, c.alone, mine[BLOCKS]) - mine[REGISTERED], 0)
 
     # Register: raise the request's last segment, or a new one behind all copies of the node.
     last_copy = (s[COPY_NEXT] == NONE) | ((o[COPY_NEXT] == NONE) & ((o[HI] <= turn.start) | (o[LO] >= turn.stop)))
@@ -138,13 +140,14 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
 
     # Join the decoding requests.
     takes_over = turn.joins & (owner != NONE)
-    becomes_owner = turn.joins & (owner == NONE) & ~further
+    registered_all = turn.registers & ~turn.for_owner & (turn.stop >= turn.target)
+    # Mostly the next block is of the same node, which nobody owns: then the last registration does this too.
+    joins_too = job.registering & registered_all & c.register_joins & (turn.stop < node_end) & (turn.stop < v.length)
+    becomes_owner = (turn.joins | joins_too) & (owner == NONE) & ~further
     becomes_eager = turn.joins & (owner == NONE) & further
-    registered_all = pick(turn.registers, ~turn.for_owner & (turn.stop >= turn.target), ~turn.joins)
-    register_ends = (
-        job.registering & ~turn.for_owner & (becomes_owner | becomes_eager | (registered_all & ~c.register_joins))
-    )
-    register_ends = register_ends | (job.registering & ~turn.registers & ~turn.for_owner & ~turn.joins)
+    nothing_to_do = ~turn.registers & ~turn.for_owner & ~turn.joins
+    ends = becomes_owner | becomes_eager | nothing_to_do | (registered_all & ~c.register_joins)
+    register_ends = job.registering & ends
 
     # Insert into the eager list: `mine` is the row of `insert_after`.
     steps_back = job.inserting & (c.insert_after != NONE) & (c.insert_after > c.insert)
@@ -280,9 +283,9 @@ def carry_out(
         (pushes | d.hold_ends, whose_cell + TOP, pick(pushes, new_hold, hold_next)),
         (turn.registers | d.touched, whose_cell + REGISTERED, pick(turn.registers, turn.stop, c.limit)),
         ((turn.registers & d.moves_on) | d.touched, whose_cell + PATH, pick(d.touched, d.next_path, path + 1)),
-        (turn.joins & ~d.takes_over, mine_cell + BASE, c.register_tokens - now - 1),
+        (d.becomes_owner | d.becomes_eager, mine_cell + BASE, c.register_tokens - now - 1),
         (
-            (turn.joins & ~d.takes_over) | d.detaches | d.touched,
+            d.becomes_owner | d.becomes_eager | d.detaches | d.touched,
             mine_cell + MODE,
             pick(d.becomes_owner, OWNS, pick(d.becomes_eager, EAGER, SETTLED)),
         ),
@@ -310,6 +313,9 @@ def carry_out(
     eager_first = pick(d.inserts & (c.insert_after == NONE), c.insert, eager_first)
     eager_last = pick(d.leaves_eager & (mine[EAGER_NEXT] == NONE), mine[EAGER_PREV], c.eager_last)
     eager_last = pick(d.inserts & (d.follower == NONE), c.insert, eager_last)
+    joins_base = pick(d.takes_over, v.owner_base, c.register_tokens - now - 1)
+    eager_need = add_phase(c.eager_need, remainder(joins_base, size), count(d.takes_over | d.becomes_eager))
+    eager_need = add_phase(eager_need, remainder(mine[BASE], size), -count(d.leaves_eager))
     queue_head = pick(d.emptied, s[QUEUE_NEXT], c.queue_head)
     queue_head = pick(d.unqueues & (s[QUEUE_PREV] == NONE), s[QUEUE_NEXT], queue_head)
     queue_head = pick(d.appends & (c.queue_tail == NONE), at, queue_head)
@@ -333,13 +339,15 @@ def carry_out(
         overflow=c.overflow | (needs_segment & (new >= limits.segments)) | (pushes & (new_hold >= limits.holds)),
         eager_first=eager_first,
         eager_last=eager_last,
+        eager_need=eager_need,
         insert=pick(d.inserts, NONE, pick(d.takes_over, owner, pick(d.becomes_eager, me, c.insert))),
         insert_after=pick(d.steps_back, mine[EAGER_PREV], pick(job.inserting, c.insert_after, c.eager_last)),
         touch=pick(d.touched, NONE, c.touch),
         take=c.take - d.plain - d.evicted,
         enlist=pick(d.enlists, NONE, c.enlist),
         enlist_after=pick(job.enlisting & ~d.enlists, d.next_leaver, c.enlist_after),
-        release=pick(d.enlists & (c.enlist_after == NONE), c.enlist, pick(d.released, mine[LEAVER_NEXT], c.release)),
+        release=pick(d.enlists & (c.enlist_after == NONE), c.enlist, pick(d.released, pick(c.alone != NONE, none, mine[LEAVER_NEXT]), c.release)),
+        alone=pick(d.released, none, c.alone),
         release_at=pick(d.has_hold & ~d.hold_ends, s[BELOW], pick(d.hold_ends, NONE, c.release_at)),
         detached=(c.detached | d.detaches) & ~d.released,
         walk=walk,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine import leap
-from jaxsim.engine.blocks import blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
 from jaxsim.engine.chains import Chains
@@ -246,7 +246,9 @@ def bound_leap(
         stop = stop | in_progress
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
-        stop = stop | in_progress | (s.cache.eager_first != NONE) | (a.refused & a.open_to_change)
+        stop = stop | in_progress | (a.refused & a.open_to_change)
+        fills = behind_phase(s.cache.eager_need, remainder(-i.now - 1, knobs.block_size), knobs.block_size)
+        bound = jnp.minimum(bound, jnp.min(jnp.where(s.cache.eager_need > 0, fills, bound)))
     if limits.statistics:
         # Stop where the ITL bin changes, where 90 % of the blocks are passed and where a resumed request's gap is to be
         # counted; the growth of a prompt's blocks has no closed form.
@@ -372,17 +374,25 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     grows = p.continues | a.admits
     begins = p.begun & ~s.begun
     searches = a.looks | a.admits
+    takes = a.takes + leap_blocks
+    plain = jnp.minimum(takes, c.anonymous)
+    last = leaves & ~p.more_finish
+    alone = last & (c.release == NONE)
+    blocks = blocks_for(context, knobs.block_size)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
         walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
     return c._replace(
         taken=p.taken,
-        take=c.take + a.takes + leap_blocks,
+        anonymous=c.anonymous - plain,
+        take=c.take + takes - plain,
         touch=pick(a.admits, look.joiner, c.touch),
-        enlist=pick(leaves, look.leaver, c.enlist),
-        enlist_blocks=pick(leaves, blocks_for(context, knobs.block_size), c.enlist_blocks),
+        release=pick(alone, look.leaver, c.release),
+        alone=pick(alone, blocks, c.alone),
+        enlist=pick(leaves & ~alone, look.leaver, c.enlist),
+        enlist_blocks=pick(leaves, blocks, c.enlist_blocks),
         enlist_after=pick(leaves, none, c.enlist_after),
-        complete=pick(leaves, ~p.more_finish, c.complete),
+        complete=pick(leaves, last, c.complete),
         release_at=pick(leaves, none, c.release_at),
         walk=pick(begins, c.eager_first, c.walk),
         walk_until=pick(look.active, walk_until, c.walk_until),
