@@ -8,7 +8,7 @@ waiting ones in the order of arrival. Three things follow:
 - without a threshold only the last running request can have its prompt in progress, and then it uses up the budget.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +76,8 @@ class Pass1(NamedTuple):
     preempted_count: jax.Array
     newest: jax.Array
     left: jax.Array
-    taken: jax.Array  # Limits.prefix: blocks that this iteration's decodes have taken before a preemption
-    takes: jax.Array  # Limits.prefix: blocks to take from the free queue now
+    taken: Any = None  # with Limits.prefix: blocks that this iteration's decodes have taken before a preemption
+    takes: Any = None  # and blocks to take from the free queue now
 
 
 class Pass2(NamedTuple):
@@ -101,10 +101,16 @@ class Pass2(NamedTuple):
     free: jax.Array
     left: jax.Array
     newest: jax.Array
-    hit: jax.Array  # tokens of the head that the prefix cache has; 0 without Limits.prefix, as the next ones
+    hits: Any = None  # Hits with Limits.prefix
+
+
+class Hits(NamedTuple):
+    """What the prefix cache has to do with the head of the queue."""
+
+    tokens: jax.Array  # of the head that it has
     late: jax.Array  # bool: the head is admitted as a decode row
     looks: jax.Array  # bool: the head is to be looked up before it can be admitted
-    takes: jax.Array  # blocks to take from the free queue
+    takes: jax.Array  # blocks to take from the free queue, those of pass 1 included
     open_to_change: jax.Array  # bool: in a leap the head's hits might change
 
 
@@ -156,10 +162,11 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
 
     chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
-    taken = takes = jnp.int32(0)
+    taken = takes = None
     if limits.prefix:
         taken = s.cache.taken
-    due = jnp.where(s.begun, 0, due - taken)
+        due = due - taken
+    due = jnp.where(s.begun, 0, due)
     demand = due + jnp.where(look.prompted, chunk_blocks, 0)
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
@@ -251,18 +258,18 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.look_ps)
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
-    hit, hit_blocks, idle_blocks = jnp.int32(0), 0, 0
-    looks = open_to_change = jnp.bool_(False)
+    hit: Any = 0
+    hit_blocks = idle_blocks = looks = None
     if limits.prefix:
         looks = attempt & (s.cache.found != look.joiner)
         attempt = attempt & ~looks
         hit_blocks, idle_blocks = s.cache.position, s.cache.idle
         hit = hit_blocks * knobs.block_size
-        open_to_change = s.cache.contested | (~knobs.chunked & (hit > 0))
-    wanted = cut(known - hit, p.threshold)
+    needed = known - hit if limits.prefix else known
+    wanted = cut(needed, p.threshold)
     over_budget = ~knobs.chunked & (wanted > p.left)
     tokens = jnp.minimum(wanted, p.left)
-    blocks = blocks_for(hit + tokens, knobs.block_size)
+    blocks = blocks_for(hit + tokens if limits.prefix else tokens, knobs.block_size)
     reserve = jnp.maximum(blocks, jnp.where(knobs.full_isl, blocks_for(known, knobs.block_size), 0))
     if limits.prefix:
         blocks = blocks - hit_blocks
@@ -270,7 +277,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     no_room = reserve + jnp.where(p.running > 0, knobs.watermark, 0) > p.free
     admits = attempt & ~over_budget & ~no_room
     refused = attempt & ~admits
-    head_complete = admits & (hit + tokens == known)
+    head_complete = admits & (tokens == needed)
     joins = head_complete | p.prompt_complete
 
     from_preempted = admits & (s.preempted_head != NONE)
@@ -282,13 +289,16 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     head_waits = (preempted_head != NONE) | (arrives_ps <= s.look_ps)
     more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
     runs = look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE)
-    late = jnp.bool_(False)
+    hits, held = None, blocks
     if limits.prefix:
         late = head_complete & (tokens == 1) & (row[GENERATED] > 0)
         # An iteration runs in a step of its own, when the cache has followed the schedule.
         posts = look.finishes | p.preempts | (p.takes > 0) | p.continues | admits | looks
         eager = (s.cache.eager_first != NONE) & p.begun & (~s.begun | (s.cache.walk != NONE))
         runs = runs & ~posts & ~eager
+        open_to_change = s.cache.contested | (~knobs.chunked & (hit > 0))
+        hits = Hits(hit, late, looks, p.takes + jnp.where(admits, blocks, 0), open_to_change)
+        held = blocks + idle_blocks
     return Pass2(
         admits=admits,
         tokens=tokens,
@@ -305,15 +315,16 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         preempted_head=preempted_head,
         preempted_count=p.preempted_count - count(from_preempted),
         running=running,
-        free=p.free - jnp.where(admits, blocks + idle_blocks, 0),
+        free=p.free - jnp.where(admits, held, 0),
         left=left,
         newest=jnp.where(admits, look.joiner, p.newest),
-        hit=hit,
-        late=late,
-        looks=looks,
-        takes=p.takes + jnp.where(admits, blocks, 0),
-        open_to_change=open_to_change,
+        hits=hits,
     )
+
+
+def computed_tokens(a: Pass2) -> jax.Array:
+    """Computed tokens of the head after this iteration, if it is admitted: its hits count."""
+    return a.tokens if a.hits is None else a.hits.tokens + a.tokens
 
 
 class Prompts(NamedTuple):
@@ -331,7 +342,7 @@ def prompts_in_progress(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2
         return Prompts(
             first=jnp.where(p.in_prompt | p.prompt_complete, NONE, first),
             last=s.prompt_last,
-            done=jnp.where(a.starts_prompt, a.hit + a.tokens, s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
+            done=jnp.where(a.starts_prompt, computed_tokens(a), s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
             known=jnp.where(a.starts_prompt, look.row[PROMPT] + look.row[GENERATED], s.prompt_known),
         )
     ends = p.in_prompt | p.prompt_complete

@@ -346,7 +346,11 @@ def carry_out(
         take=c.take - d.plain - d.evicted,
         enlist=pick(d.enlists, NONE, c.enlist),
         enlist_after=pick(job.enlisting & ~d.enlists, d.next_leaver, c.enlist_after),
-        release=pick(d.enlists & (c.enlist_after == NONE), c.enlist, pick(d.released, pick(c.alone != NONE, none, mine[LEAVER_NEXT]), c.release)),
+        release=pick(
+            d.enlists & (c.enlist_after == NONE),
+            c.enlist,
+            pick(d.released, pick(c.alone != NONE, none, mine[LEAVER_NEXT]), c.release),
+        ),
         alone=pick(d.released, none, c.alone),
         release_at=pick(d.has_hold & ~d.hold_ends, s[BELOW], pick(d.hold_ends, NONE, c.release_at)),
         detached=(c.detached | d.detaches) & ~d.released,

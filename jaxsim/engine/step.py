@@ -53,6 +53,7 @@ from jaxsim.engine.schedule import (
     Pass2,
     Prompts,
     admit,
+    computed_tokens,
     count,
     depart,
     next_need,
@@ -62,7 +63,7 @@ from jaxsim.engine.state import Event, State
 from jaxsim.engine.statistics import Stretch, bin_end
 from jaxsim.engine.types import Status
 
-OPERATIONS = 2  # on the prefix cache in one step
+OPERATIONS = 1  # on the prefix cache in one step
 
 
 class Words(NamedTuple):
@@ -143,16 +144,17 @@ def collect(s: State, look: Look, p: Pass1, a: Pass2) -> dict[str, jax.Array]:
     """The iteration as scheduled so far, by field of State."""
     known = look.row[PROMPT] + look.row[GENERATED]
     tokens = jnp.where(a.admits, a.tokens, p.chunk)
-    before = jnp.where(a.admits, a.hit, p.computed)
-    scheduled = (a.admits & ~a.late) | (p.continues & ~p.late)
+    before = jnp.where(a.admits, 0 if a.hits is None else a.hits.tokens, p.computed)
+    late = p.late if a.hits is None else p.late | a.hits.late
+    scheduled = (a.admits | p.continues) & ~late
     n = tokens.astype(jnp.int64)
     return {
         "prefill_tokens": s.prefill_tokens + jnp.where(scheduled, tokens, 0),
         "prefill_rows": s.prefill_rows + count(scheduled),
         "prefill_context": s.prefill_context + jnp.where(scheduled, before + tokens, 0),
         "pairs": s.pairs + jnp.where(scheduled, n * before.astype(jnp.int64) + (n * (n + 1) >> 1), 0),
-        "late_decodes": s.late_decodes + count(p.late | a.late),
-        "late_context": s.late_context + jnp.where(p.late | a.late, before + 1, 0),
+        "late_decodes": s.late_decodes + count(late),
+        "late_context": s.late_context + jnp.where(late, before + 1, 0),
         "joined": s.joined + count(a.joins),
         "joined_context": s.joined_context + jnp.where(a.joins, known, 0),
         "joined_fresh": s.joined_fresh | a.first_token,
@@ -246,7 +248,7 @@ def bound_leap(
         stop = stop | in_progress
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
-        stop = stop | in_progress | (a.refused & a.open_to_change)
+        stop = stop | in_progress | (a.refused & a.hits.open_to_change)
         fills = behind_phase(s.cache.eager_need, remainder(-i.now - 1, knobs.block_size), knobs.block_size)
         bound = jnp.minimum(bound, jnp.min(jnp.where(s.cache.eager_need > 0, fills, bound)))
     if limits.statistics:
@@ -313,7 +315,7 @@ def write(
     if limits.threshold:
         enters = enters | a.admits | p.continues
         in_list = [pick(a.admits, NONE, row[NEXT]), pick(a.starts_prompt, s.prompt_last, row[PREV])]
-        in_list += [~pick(a.admits, a.hit + a.tokens, p.computed + p.chunk)]
+        in_list += [~pick(a.admits, computed_tokens(a), p.computed + p.chunk)]
         place = [pick(a.joins, calendar, prompt) for calendar, prompt in zip(place, in_list, strict=True)]
     enters = enters | a.admits
     entry = jnp.stack(
@@ -373,8 +375,9 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     context = pick(look.finishes, look.gone[PROMPT] + look.gone[OUTPUT] - 1, context)
     grows = p.continues | a.admits
     begins = p.begun & ~s.begun
-    searches = a.looks | a.admits
-    takes = a.takes + leap_blocks
+    looks = a.hits.looks
+    searches = looks | a.admits
+    takes = a.hits.takes + leap_blocks
     plain = jnp.minimum(takes, c.anonymous)
     last = leaves & ~p.more_finish
     alone = last & (c.release == NONE)
@@ -397,11 +400,11 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         walk=pick(begins, c.eager_first, c.walk),
         walk_until=pick(look.active, walk_until, c.walk_until),
         register=pick(grows, look.joiner, c.register),
-        register_tokens=pick(grows, pick(a.admits, a.hit + a.tokens, p.computed + p.chunk), c.register_tokens),
+        register_tokens=pick(grows, pick(a.admits, computed_tokens(a), p.computed + p.chunk), c.register_tokens),
         register_joins=pick(grows, a.joins, c.register_joins),
-        look=pick(a.looks, look.joiner, c.look),
+        look=pick(looks, look.joiner, c.look),
         limit=pick(
-            a.looks,
+            looks,
             quotient(look.row[PROMPT] + look.row[GENERATED] - 1, knobs.block_size),
             pick(a.admits, c.position, c.limit),
         ),
@@ -517,7 +520,7 @@ def step(
             continued_tokens=p.chunk,
             admitted=jnp.where(a.admits, look.joiner, none),
             admitted_tokens=a.tokens,
-            hit_tokens=a.hit,
+            hit_tokens=jnp.int32(0) if a.hits is None else a.hits.tokens,
             ran=a.runs & (i.works | p.preempted),
             look_ps=s.look_ps,
             start_ps=s.clock_ps,
