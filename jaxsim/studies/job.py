@@ -44,7 +44,7 @@ class Job:
                 raise ConfigError(key, schema.show(settings.get(key)), "must be a preset of that group")
         groups = {key: schema.read(kind, key, settings.get(key, {})) for key, kind in schema.GROUPS.items()}
         server = Server.of(settings, groups["engine"])
-        workload = workload_from_config(settings["workload"])
+        workload = workload_from_config(settings["workload"], groups["engine"].enable_prefix_caching)
         too_long = settings["workload"].get("too_long", "error")
         sampled = replicates(workload, groups["search"], server.max_model_len, too_long)
         return cls(str(settings["sweep"]), settings, groups, server, sampled, folder, console, group)
