@@ -185,7 +185,8 @@ def run(
                 kept = None if state.cache is None else state.cache._replace(memory=state.status)
                 small = jax.tree.map(np.asarray, state._replace(memory=state.status, cache=kept))
                 memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
-                caches = [] if state.cache is None else [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
+                shards = [] if state.cache is None else _in_order(state.cache.memory)
+                caches = [np.asarray(shard.data) for shard in shards]
                 outcomes = []
                 for lane in ended:
                     scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)
