@@ -109,7 +109,7 @@ class EngineSettings:
     scheduler_reserve_full_isl: bool = flag(True)
     max_num_active_seqs: int | None = integer(None, optional=True)
     enable_prefix_caching: bool = flag(False)
-    async_scheduling: bool = flag(False)
+    async_scheduling: bool = flag(True)
     batching: str = text("continuous", choices=("continuous", "static"))
     static_padding: bool = flag(False)
     static_wait_s: float = number(0.0)
@@ -160,6 +160,7 @@ class RuntimeSettings:
 class EvaluateSettings:
     load_rps: tuple[float, ...] | None = number(None, above=True, many="either", optional=True)
     clients: tuple[int, ...] | None = integer(None, many="either", optional=True)
+    series: bool = flag(False)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Totals(NamedTuple):
 
     iterations: int
     t0: int  # first arrival
-    t1: int  # end of the last iteration
+    t1: int  # end of the last iteration, or the later arrival of the request that is stuck
     prefill_tokens: int
     decode_tokens: int
     kv_block_ps: int  # blocks in use x duration
@@ -68,6 +68,7 @@ class Result(NamedTuple):
     status: str  # DONE, STUCK or TRUNCATED
     recomputed: list[int]  # [N] tokens
     totals: Totals
+    stalled: int = 0  # rows without progress at the end: 0 where a STUCK head was refused, many in an endless loop
 
 
 @dataclass(eq=False)
@@ -519,6 +520,8 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
         later = [time for time in (arrivals.next(), step.wake) if time is not None]
         if not later:
             status = "STUCK" if policy.running or policy.waiting else "DONE"
+            if policy.waiting:
+                last_end = max(last_end, policy.waiting[0].waiting_since or 0)
             break
         clock = min(later)
 
@@ -533,7 +536,7 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
         [r.rid, r.arrival, r.first_sched, r.first_token, r.finish, r.preemptions, r.hit_first, r.hit_resumed, r.out]
         for r in requests
     ]
-    return Result(iters, reqs, status, recomputed, totals)
+    return Result(iters, reqs, status, recomputed, totals, stalled)
 
 
 def make_requests(case: Case) -> list[Request]:

@@ -72,7 +72,7 @@ def test_hydras_own_flags_work(run):
         (["slo.ttft_ms=null"], "slo.ttft_ms=null: must be a number unless slo.tpot_ms or slo.e2el_ms is one"),
         (["search.load=false", "search.concurrency=false"], "search.load=false: must be true unless"),
         (["search.num_requests=null"], "search.num_requests=null: must be an integer for a workload that is not a tr"),
-        (["engine.async_scheduling=true"], "engine.async_scheduling=True: "),
+        (["engine.policy=priority"], "engine.policy=priority: "),
         (["engine.enable_prefix_caching=true"], "engine.enable_prefix_caching=True: "),
         (["engine.tensor_parallel_size=3"], "engine.tensor_parallel_size=3: "),
         (["model=llama3_1_70b"], "=llama3_1_70b: no memory is left"),
@@ -122,7 +122,7 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     for name in ("ttft", "tpot", "itl", "e2el", "queue_wait"):
         for figure in ("mean", "p50", "p95", "p99"):
             assert summary[f"{figure}_{name}_ms"] >= 0 and f"{figure}_{name}_ms" in summary["ci95"]
-    assert "--no-enable-prefix-caching --no-async-scheduling" in summary["vllm_serve"]
+    assert summary["vllm_serve"].endswith("--no-enable-prefix-caching")
     assert summary["vllm_serve"] in out
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
     assert list(folder.glob("*.wandb"))
@@ -183,10 +183,14 @@ def test_evaluate_says_everything_about_each_load(run, tmp_path):
 
 def test_evaluate_takes_clients(run, tmp_path):
     words = ["evaluate.clients=4", "engine.max_num_seqs=8", "engine.max_num_batched_tokens=2048", "tracking=disabled"]
-    code, _, err = run("+sweep=evaluate", "hydra.run.dir=made", *words, *SMALL)
+    code, _, err = run("+sweep=evaluate", "hydra.run.dir=made", "evaluate.series=true", *words, *SMALL)
     assert code == 0, err
     summary, _ = results(tmp_path / "made")
     assert summary["running_max"] == 4 and summary["clients"] == 4
+    with (tmp_path / "made" / "series.csv").open() as file:
+        series = list(csv.DictReader(file))
+    assert max(int(row["running"]) for row in series) == 4 and max(float(row["kv_usage"]) for row in series) > 0
+    assert [float(row["time_s"]) for row in series] == sorted(float(row["time_s"]) for row in series)
     code, _, err = run("+sweep=evaluate", "evaluate.load_rps=1", *words, *SMALL)
     assert code == 2 and err.startswith("evaluate.clients=[4]: must be null")
 

@@ -118,8 +118,9 @@ def test_serve_line_names_what_differs_from_the_defaults_of_vllm():
     line = serve_line(plain)
     assert line == (
         "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 64 --max-num-batched-tokens 4096"
-        " --no-enable-prefix-caching --no-async-scheduling"
+        " --no-enable-prefix-caching"
     )
+    assert serve_line(server(max_model_len=131072, async_scheduling=False)) == f"{line} --no-async-scheduling"
     other = server(
         gpu_memory_utilization=0.9,
         tensor_parallel_size=2,
@@ -153,8 +154,8 @@ def test_a_grid_that_cannot_start_at_all_is_refused():
         server().grid(SearchSettings(max_num_seqs=(4096,), max_num_batched_tokens=(1024, 2048)))
     with pytest.raises(ConfigError, match=r"^model\S*=llama3_1_70b: no memory is left"):
         server("model=llama3_1_70b").grid(SearchSettings())
-    with pytest.raises(ConfigError, match=r"^engine.async_scheduling=True: "):
-        server(async_scheduling=True).grid(SearchSettings())
+    with pytest.raises(ConfigError, match=r"^engine.policy=priority: "):
+        server(policy="priority").grid(SearchSettings())
 
 
 def test_max_model_len_may_not_exceed_that_of_the_model():

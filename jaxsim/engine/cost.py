@@ -53,8 +53,8 @@ class AffineCost:
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():
-            if not 0 <= value < 1e5:
-                raise ConfigError(f"cost.{key}", value, "must be a time in seconds, 0 or more")
+            if not 0 <= value <= 1000:
+                raise ConfigError(f"cost.{key}", value, "must be from 0 to 1000 seconds")
 
     def table(self, max_tokens: int, max_seqs: int) -> CostTable:
         base, prefill, decode, ctx = (int(picoseconds(value)) for value in vars(self).values())

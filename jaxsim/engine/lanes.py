@@ -185,7 +185,9 @@ def run(
                 kept = None if state.cache is None else state.cache._replace(memory=state.status)
                 small = jax.tree.map(np.asarray, state._replace(memory=state.status, cache=kept))
                 memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
-                caches = [] if state.cache is None else [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
+                caches = []
+                if state.cache is not None:
+                    caches = [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
                 outcomes = []
                 for lane in ended:
                     scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)

@@ -16,6 +16,7 @@ from jax import lax
 
 NONE = -1
 INFINITE = 1 << 62  # the arrival of a request that will not come
+OVERTIME = 1 << 61  # 2.3e6 s: a simulation whose clock comes so far is ended
 WINDOW = 8
 ROW = 2 * WINDOW
 

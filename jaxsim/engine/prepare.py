@@ -11,7 +11,7 @@ from jaxsim.engine.cost import Cost, CostTable
 from jaxsim.engine.lanes import Job, Traces
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
 from jaxsim.engine.leap import MOST
-from jaxsim.engine.types import LATEST_S, EngineConfig, Requests, picoseconds
+from jaxsim.engine.types import LARGEST, LATEST_S, EngineConfig, Requests, is_integer, picoseconds
 from jaxsim.errors import ConfigError
 
 
@@ -52,6 +52,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
     lists = dict(zip(keys, settings.requests, strict=True))
     orders = [arrival_order(listed, closed) for (_, closed), listed in lists.items()]
     place = {key: i for i, key in enumerate(lists)}
+    keys_closed = [closed for _, closed in lists]
     shape = (-(-len(lists) // 8) * 8, _grown(max(len(order) for order in orders), 64))
     traces = Traces(
         prompt=np.ones(shape, np.int32),
@@ -61,7 +62,8 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
     for i, (listed, order) in enumerate(zip(lists.values(), orders, strict=True)):
         traces.prompt[i, : len(order)] = np.asarray(listed.prompt_len)[order]
         traces.output[i, : len(order)] = np.asarray(listed.output_len)[order]
-        traces.arrival_ps[i, : len(order)] = picoseconds(listed.arrival_s)[order]
+        times = 0.0 if keys_closed[i] else listed.arrival_s
+        traces.arrival_ps[i, : len(order)] = np.broadcast_to(picoseconds(times), order.shape)[order]
 
     engines = settings.engine
     budget = max(engine.max_num_batched_tokens for engine in engines)
@@ -86,7 +88,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         statistics=statistics,
         trace=trace,
         static=engines[0].batching == "static",
-        asynchronous=engines[0].async_scheduling,
+        asynchronous=engines[0].overlaps,
         fenced=jax.default_backend() == "cpu",
         **rows,
     )
@@ -141,12 +143,14 @@ def check(settings: Settings) -> None:
     latest: dict[int, float] = {}
     for requests, engine, _, clients, stretch, think_time_s in zip(*settings, strict=True):
         longest[id(requests), engine.max_model_len] = requests
-        if clients is not None and clients < 1:
-            raise ConfigError("clients", clients, "must be at least 1, or None for an open loop")
-        if not stretch > 0:
-            raise ConfigError("stretch", stretch, "must be above 0")
-        if not 0 <= think_time_s < LATEST_S:
-            raise ConfigError("think_time_s", think_time_s, "must be a time in seconds, 0 or more")
+        if clients is not None and not (is_integer(clients) and 1 <= clients < LARGEST):
+            raise ConfigError("clients", clients, "must be an integer from 1, or None for an open loop")
+        if not 0 < stretch < np.inf:
+            raise ConfigError("stretch", stretch, "must be a number above 0")
+        pauses = 0 if clients is None else -(-len(np.asarray(requests.prompt_len)) // clients)
+        if not 0 <= think_time_s * max(pauses, 1) < LATEST_S:
+            allowed = f"must be from 0 and, times {max(pauses, 1)} requests of a client, below {LATEST_S:g} seconds"
+            raise ConfigError("think_time_s", think_time_s, allowed)
         if clients is None:
             latest[id(requests)] = max(stretch, latest.get(id(requests), 0.0))
     for (key, max_model_len), requests in longest.items():
@@ -155,15 +159,18 @@ def check(settings: Settings) -> None:
 
 def _check_requests(requests: Requests, max_model_len: int, stretch: float | None) -> None:
     prompt, output = np.asarray(requests.prompt_len), np.asarray(requests.output_len)
-    arrival = np.asarray(requests.arrival_s, np.float64)
+    arrival = np.asarray(np.zeros(prompt.shape) if stretch is None else requests.arrival_s, np.float64)
     if not prompt.size:
         raise ConfigError("requests", "[]", "must have at least one request")
     if not prompt.shape == output.shape == arrival.shape or prompt.ndim != 1:
         shapes = f"{arrival.shape}, {prompt.shape}, {output.shape}"
         raise ConfigError("requests", shapes, "arrival_s, prompt_len and output_len must be of one length")
     for name, values in (("prompt_len", prompt), ("output_len", output)):
-        if (bad := np.flatnonzero(values < 1)).size:
-            raise ConfigError(f"requests.{name}[{bad[0]}]", values[bad[0]], "must be at least 1 token")
+        if values.dtype.kind not in "iu":
+            raise ConfigError(f"requests.{name}", values.dtype, "must be an array of integers")
+        if (bad := np.flatnonzero((values < 1) | (values >= LARGEST))).size:
+            allowed = f"must be from 1 to {LARGEST - 1} tokens"
+            raise ConfigError(f"requests.{name}[{bad[0]}]", values[bad[0]], allowed)
     if (bad := np.flatnonzero(prompt >= max_model_len)).size:
         allowed = f"must be below max_model_len={max_model_len}; vLLM refuses the request"
         raise ConfigError(f"requests.prompt_len[{bad[0]}]", prompt[bad[0]], allowed)

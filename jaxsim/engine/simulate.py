@@ -12,6 +12,7 @@ from jaxsim.engine.prepare import Settings, arrival_order, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
 from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
+from jaxsim.errors import ConfigError
 
 LANES = 256  # per device: fewer and the dispatch of operations dominates, more and their state outgrows the cache
 
@@ -36,7 +37,7 @@ def simulate(
     iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
     Raises ConfigError for requests that vLLM would refuse.
     """
-    replay = Replay(engine.async_scheduling) if trace or series else None
+    replay = Replay(engine.overlaps) if trace or series else None
     settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
     sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
     if replay is None:
@@ -68,6 +69,8 @@ def simulate_many(
     `lanes` is the number of simulations that a device steps together; given, it makes calls of any length share one
     compiled program.
     """
+    if lanes is not None and lanes < 1:
+        raise ConfigError("lanes", lanes, "must be at least 1")
     arguments: list[Any] = [requests, engine, cost, clients, stretch, think_time_s]
     many = [isinstance(value, Sequence | np.ndarray) and not isinstance(value, Requests) for value in arguments]
     lengths = {len(value) for value, is_many in zip(arguments, many, strict=True) if is_many}
@@ -92,7 +95,7 @@ def _run(
     # Static and continuous batching, async scheduling and prefix caching are different programs.
     programs: dict[tuple, list[int]] = {}
     for i, engine in enumerate(settings.engine):
-        kind = (engine.batching, engine.async_scheduling, engine.enable_prefix_caching)
+        kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching)
         programs.setdefault((kind, 1), []).append(i)
     while programs:
         (kind, room), index = programs.popitem()

@@ -35,6 +35,7 @@ class State(NamedTuple):
     )  # int64, time of the schedule() call: the same, under async scheduling the start of that iteration
     now: jax.Array  # iterations so far
     free: jax.Array  # blocks
+    in_flight: jax.Array  # bool: the last iteration runs while the next one is scheduled
     held: jax.Array  # async scheduling: running requests that the iteration in flight finishes
     held_blocks: jax.Array  # and their blocks
     dropped: jax.Array  # and those of them that this schedule() has preempted
@@ -118,7 +119,7 @@ def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: ja
     known = jnp.sum(arrival_ps < INFINITE, dtype=jnp.int32)
     fields: dict[str, Any] = dict.fromkeys(State._fields, zero)
     fields |= dict.fromkeys(["preempted_head", "newest", "prompt_first", "prompt_last", "cursor"], none)
-    fields |= dict.fromkeys(["called", "begun", "preempted", "joined_fresh"], false)
+    fields |= dict.fromkeys(["in_flight", "called", "begun", "preempted", "joined_fresh"], false)
     fields |= {
         "memory": memory,
         "tops": jnp.zeros(limits.tops, jnp.int32),

@@ -35,6 +35,7 @@ from jaxsim.engine.layout import (
     NEXT,
     NONE,
     OUTPUT,
+    OVERTIME,
     PREEMPTIONS,
     PROMPT,
     ROW,
@@ -470,10 +471,12 @@ def step(
     # Stuck, the clock stands at the end of the last iteration.
     clock_ps = pick(f.waits, jnp.minimum(f.arrives_ps, f.deadline_ps), i.end_ps + i.leap_ps)
     mark_low, mark_high = split_time(f.mark_ps)
+    clock_ps = pick(f.stuck & (s.iterations > 0), s.clock_ps, clock_ps)
+    status = pick(f.over, jnp.int32(Status.DONE), pick(f.stuck, jnp.int32(Status.STUCK), s.status))
     return s._replace(
         memory=memory,
         tops=w.tops,
-        clock_ps=pick(f.stuck & (s.iterations > 0), s.clock_ps, clock_ps),
+        clock_ps=clock_ps,
         now=now + i.decode_leaps,
         free=f.free,
         decodes=f.decodes,
@@ -485,7 +488,7 @@ def step(
         prompt_done=p.done + i.leap_tokens,
         log_size=s.log_size + count(i.prompts & p.fresh),
         arrivals_known=s.arrivals_known + count(look.returns),
-        status=pick(f.over, jnp.int32(Status.DONE), pick(f.stuck, jnp.int32(Status.STUCK), s.status)),
+        status=pick(look.active & (clock_ps >= OVERTIME), jnp.int32(Status.OVERTIME), status),
         iterations=s.iterations + count(i.runs) + i.leaps,
         scan_steps=s.scan_steps + count(look.active),
         called=(s.called | f.takes | f.prefills) & ~i.runs,

@@ -28,6 +28,7 @@ from jaxsim.engine.layout import (
     NEXT,
     NONE,
     OUTPUT,
+    OVERTIME,
     PREEMPTIONS,
     PREV,
     PROMPT,
@@ -455,7 +456,7 @@ def step(
     )
     statistics, event = s.statistics, None
     # An empty schedule() waits for the iteration in flight, then tries again with what that has freed.
-    drains = a.runs & ~i.works & (s.look_ps < s.clock_ps) if limits.asynchronous else jnp.bool_(False)
+    drains = a.runs & ~i.works & s.in_flight
     idle = a.runs & ~i.works & ~p.preempted & ~drains
     leap_look_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations, s.clock_ps, limits.asynchronous)
     if limits.statistics or limits.trace:
@@ -534,14 +535,21 @@ def step(
         )
 
     # An empty schedule: after a preemption try again at once, otherwise wait for the next arrival or stop.
-    over = idle & ~a.head_waits & (a.arrives_ps >= INFINITE)
+    later_ps = jnp.int64(INFINITE)
+    if limits.threshold:
+        # An arrival brings the threshold that a lone prompt lacked, with which it may fit.
+        later_ps, _ = arrivals(limits, memory, jnp.minimum(a.fresh_head + look.arrived, limits.requests))
+    wake_ps = jnp.where(a.head_waits, later_ps, a.arrives_ps)
+    wakes = idle & (wake_ps < INFINITE)
+    over = idle & ~a.head_waits & ~wakes
     gets_token = i.works & (p.decodes + collected["late_decodes"] + collected["joined"] > 0)
     fruitless = count(a.runs & ~idle & ~gets_token) + jnp.where(i.decodes > 0, 0, j.iterations)
     fruitful = gets_token | ((j.iterations > 0) & (i.decodes > 0))
     barren = jnp.where(fruitful, 0, s.barren + fruitless)
-    arrives = idle & ~a.head_waits & ~over
-    stuck = (idle & a.head_waits) | (look.active & (barren > knobs.patience))
+    stuck = (idle & a.head_waits & ~wakes) | (look.active & (barren > knobs.patience))
+    clock_ps = jnp.where(wakes, wake_ps, i.end_ps + j.time_ps)
     status = jnp.where(over, jnp.int32(Status.DONE), jnp.where(stuck, jnp.int32(Status.STUCK), s.status))
+    status = jnp.where(look.active & (clock_ps >= OVERTIME), jnp.int32(Status.OVERTIME), status)
     cache = None
     if limits.prefix:
         cache = post(limits, knobs, s, look, p, a, j.blocks)
@@ -552,12 +560,11 @@ def step(
         memory=memory,
         tops=words.tops,
         need=need,
-        clock_ps=jnp.where(arrives, a.arrives_ps, i.end_ps + j.time_ps),
-        look_ps=jnp.where(
-            arrives, a.arrives_ps, jnp.where(i.works, leap_look_ps, jnp.where(drains, s.clock_ps, s.look_ps))
-        ),
+        clock_ps=clock_ps,
+        look_ps=jnp.where(wakes, wake_ps, jnp.where(i.works, leap_look_ps, jnp.where(drains, s.clock_ps, s.look_ps))),
         now=i.now + j.iterations,
         free=i.free - j.blocks,
+        in_flight=jnp.where(a.runs, i.works, s.in_flight) if limits.asynchronous else s.in_flight,
         held=jnp.where(a.runs, 0, p.held),
         held_blocks=jnp.where(a.runs, 0, p.held_blocks),
         dropped=jnp.where(a.runs, 0, p.dropped),

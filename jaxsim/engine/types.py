@@ -14,7 +14,7 @@ from jaxsim.errors import ConfigError
 
 PS_PER_S = 10**12
 NEVER = -1
-LATEST_S = 4.0e6  # times must be earlier: far below the int64 limit of 9.2e6 s
+LATEST_S = 2.0e6  # times that are given must be earlier: far below the int64 limit of 9.2e6 s
 LARGEST = 1 << 22  # tokens of one request, blocks of a pool and seats must stay below: quotients are exact in float32
 
 
@@ -24,7 +24,13 @@ class Status(enum.IntEnum):
     RUNNING = 0
     DONE = 1
     STUCK = 2  # requests remain that can never be scheduled, or that preempt and recompute themselves for ever
-    OVERFLOW = 3  # the prefix cache ran out of rows; `simulate` and `simulate_many` then try again with more
+    OVERTIME = 3  # the simulated time has left the range of the clock
+    OVERFLOW = 4  # the prefix cache ran out of rows; `simulate` and `simulate_many` then try again with more
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is a whole number of Python's or NumPy's, and not a bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 class Requests(NamedTuple):
@@ -69,6 +75,11 @@ class EngineConfig:
     static_padding: bool = False  # static batching bills every row of a batch until the batch ends
     static_wait_s: float = 0.0  # static batching waits at most this long, from the head's arrival, for a full batch
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether iterations are scheduled while the one before runs: a batch of static batching never is."""
+        return self.async_scheduling and self.batching == "continuous"
+
     def __post_init__(self) -> None:
         for key, (built, allowed) in UNBUILT.items():
             if getattr(self, key) != built:
@@ -76,11 +87,12 @@ class EngineConfig:
         positive = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "max_model_len", "block_size"]
         for key in positive + (["max_num_active_seqs"] if self.max_num_active_seqs is not None else []):
             value = getattr(self, key)
-            if not 1 <= value < LARGEST or int(value) != value:
+            if not is_integer(value) or not 1 <= value < LARGEST:
                 raise ConfigError(f"engine.{key}", value, f"must be an integer from 1 to {LARGEST - 1}")
         if self.num_gpu_blocks < 2:
             raise ConfigError("engine.num_gpu_blocks", self.num_gpu_blocks, "must be at least 2: one is the null block")
-        if not 0 <= self.long_prefill_token_threshold < LARGEST:
+        threshold = self.long_prefill_token_threshold
+        if not is_integer(threshold) or not 0 <= threshold < LARGEST:
             allowed = "must be 0 (off) or a number of tokens"
             raise ConfigError("engine.long_prefill_token_threshold", self.long_prefill_token_threshold, allowed)
         if not 0.0 <= self.watermark <= 1.0:

@@ -1,10 +1,11 @@
 """Everything about one setting at one load or number of clients, or at each of a list, over several seeds."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxsim.engine import Simulation, Status, simulate_many
+from jaxsim.engine import Cost, EngineConfig, Simulation, Status, simulate, simulate_many
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
@@ -18,7 +19,10 @@ PERCENTILES = (50, 95, 99)
 
 
 def run(job: Job) -> None:
-    """Simulates every point under every seed; writes summary.json and candidates.csv. Raises `ConfigError`."""
+    """Simulates every point under every seed; writes summary.json, candidates.csv and, if asked, series.csv.
+
+    Raises `ConfigError`.
+    """
     asked: EvaluateSettings = job.groups["evaluate"]
     if asked.load_rps and asked.clients:
         raise ConfigError("evaluate.clients", list(asked.clients), "must be null when evaluate.load_rps is given")
@@ -78,6 +82,9 @@ def run(job: Job) -> None:
     flat = [{name: value for name, value in row.items() if name != "ci95"} for row in rows]
     write_json(files[0], summary)
     write_csv(files[1], flat)
+    if asked.series and not interrupted:
+        files.append(job.folder / "series.csv")
+        write_csv(files[2], _series(job, candidate.engine, cost, key, points))
     for row in rows:
         tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)})
         _show(job, key, row)
@@ -90,6 +97,30 @@ def run(job: Job) -> None:
         job.console.print(line, soft_wrap=True)
     if interrupted:
         raise KeyboardInterrupt
+
+
+def _series(job: Job, engine: EngineConfig, cost: Cost, key: str, points: Sequence[float]) -> list[dict[str, float]]:
+    """A row per iteration of the first seed at each point."""
+    rows = []
+    for point in points:
+        clients = int(point) if key == "clients" else None
+        stretch = 1.0 if clients else job.replicates.stretch(0, point)
+        think_time_s = job.search.think_time_s
+        run = simulate(
+            job.replicates.requests[0],
+            engine,
+            cost,
+            clients=clients,
+            stretch=stretch,
+            think_time_s=think_time_s,
+            series=True,
+        )
+        assert run.series is not None and run.series.dtype.names is not None
+        columns = {name: run.series[name].tolist() for name in run.series.dtype.names}
+        rows += [
+            {key: point} | dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+        ]
+    return rows
 
 
 def _row(job: Job, key: str, point: float, runs: list[Simulation]) -> dict[str, Any]:
