@@ -63,6 +63,7 @@ def test_impossible_requests_are_refused(changes, options, key):
         {"batching": "dynamic"},
         {"static_wait_s": -1.0},
         {"enable_prefix_caching": True, "async_scheduling": True},
+        {"enable_prefix_caching": True, "batching": "static"},
         {"policy": "priority"},
     ],
     ids=lambda changes: ",".join(changes),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import experimental, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
@@ -30,7 +30,8 @@ AXIS = "lanes"
 STEPS = 256  # scan steps between two looks at the lanes
 
 # A scope around the engine's own calls: 64 bits are never turned on for the caller.
-x64 = functools.partial(jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64, True)
+_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64
+x64 = functools.partial(_enable_x64, True)
 
 
 class Traces(NamedTuple):
@@ -59,7 +60,7 @@ class Outcome(NamedTuple):
     cache: np.ndarray | None = None  # [Limits.prefix_memory] int32, a copy
 
 
-def devices_mesh(devices: list[jax.Device]) -> Mesh:
+def devices_mesh(devices: list[Any]) -> Mesh:
     axis_types = getattr(jax.sharding, "AxisType", None)
     more = {} if axis_types is None else {"axis_types": (axis_types.Auto,)}
     return jax.make_mesh((len(devices),), (AXIS,), devices=devices, **more)
@@ -139,7 +140,7 @@ def run(
     chains: Chains | None,
     jobs: Job,
     width: int,
-    devices: list[jax.Device],
+    devices: list[Any],
     steps: int = STEPS,
     on_events: Callable[[Event], None] | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
@@ -185,8 +186,9 @@ def run(
                 kept = None if state.cache is None else state.cache._replace(memory=state.status)
                 small = jax.tree.map(np.asarray, state._replace(memory=state.status, cache=kept))
                 memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
-                shards = [] if state.cache is None else _in_order(state.cache.memory)
-                caches = [np.asarray(shard.data) for shard in shards]
+                caches = []
+                if state.cache is not None:
+                    caches = [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
                 outcomes = []
                 for lane in ended:
                     scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)
