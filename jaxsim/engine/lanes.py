@@ -30,7 +30,7 @@ AXIS = "lanes"
 STEPS = 256  # scan steps between two looks at the lanes
 
 # A scope around the engine's own calls: 64 bits are never turned on for the caller.
-_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64
+_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 x64 = functools.partial(_enable_x64, True)
 
 
