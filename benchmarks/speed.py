@@ -110,7 +110,9 @@ def main() -> None:
             continue
         ratio = f", {min(taken) / min(times['yardstick']):.2f} x the yardstick" if times["yardstick"] else ""
         print(f"{name}: {min(taken):.0f} ns per request{ratio}")
-    for i in (0, asked.settings // 2, asked.settings - 1) if lines else ():
+    for i in (0, asked.settings // 2, asked.settings - 1):
+        if lines is None:
+            break
         seats, iterations, preemptions, end_s, p99_s = lines[i].split()
         run = runs[i]
         ttft = np.sort(run.first_token_s - run.arrival_s)[int(0.99 * (asked.requests - 1))]

@@ -39,6 +39,14 @@ class Goodput(NamedTuple):
     share: float  # of the requests after warm-up; unfinished ones have missed
 
 
+class HitRates(NamedTuple):
+    """Prompt tokens found in the prefix cache at first admission, as shares; NaN where there is no request."""
+
+    cold: float  # of all prompt tokens of the run, which begins with an empty cache
+    warm: float  # of the prompt tokens after warm-up
+    per_request: np.ndarray  # [K] of each admitted request after warm-up, in arrival order, float64
+
+
 class Interval(NamedTuple):
     """A mean with the half width of its confidence interval."""
 
@@ -68,6 +76,22 @@ def latencies(simulation: Any, warmup: float = 0.1) -> Latencies:
     )
 
 
+def hit_rates(simulation: Any, warmup: float = 0.1) -> HitRates:
+    """Hit rates of the requests that were admitted; hits when a preempted request resumes do not count."""
+    hits = np.asarray(simulation.hit_tokens).astype(np.int64)
+    tokens = np.asarray(simulation.prompt_len).astype(np.int64)
+    arrival = np.asarray(simulation.arrival_ps)
+    admitted = np.asarray(simulation.first_scheduled_ps) >= 0
+    order = np.argsort(np.where(arrival < 0, np.iinfo(np.int64).max, arrival), kind="stable")
+    kept = order[math.floor(warmup * len(order)) :]
+    kept = kept[admitted[kept]]
+
+    def share(where: np.ndarray) -> float:
+        return float(hits[where].sum() / tokens[where].sum()) if tokens[where].sum() else math.nan
+
+    return HitRates(share(admitted), share(kept), hits[kept] / tokens[kept])
+
+
 def summarise(
     simulation: Any,
     warmup: float = 0.1,
@@ -78,6 +102,7 @@ def summarise(
 
     TTFT, TPOT, E2EL and queue wait are of requests finished after warm-up. Counts, throughputs and ITL are of the whole
     run: first arrival to last token, as vLLM's. `request_goodput` is None without `slo_ms` (see `goodput`).
+    Hit rates are of the whole run, of the requests after warm-up, and per request after warm-up (see `hit_rates`).
     """
     for percentile in percentiles:
         if not 0 <= percentile <= 100:
@@ -98,6 +123,13 @@ def summarise(
         "request_goodput": None if slo_ms is None else goodput(simulation, slo_ms, warmup).requests_per_s,
         "output_throughput": _per_second(output_tokens, duration),
         "total_token_throughput": _per_second(prompt_tokens + output_tokens, duration),
+    }
+    rates = hit_rates(simulation, warmup)
+    result |= {
+        "prefix_cache_hit_rate": rates.cold,
+        "prefix_cache_hit_rate_warm": rates.warm,
+        "mean_request_hit_rate": _mean(rates.per_request),
+        "median_request_hit_rate": _percentile(rates.per_request, 50),
     }
     series = {
         "ttft": times.ttft,

@@ -171,6 +171,15 @@ class StaticSettings:
     loads_rps: tuple[float, ...] | None = number(None, above=True, many="list", optional=True)
 
 
+@dataclass(frozen=True)
+class PrefixCacheSettings:
+    prefix_len: tuple[int, ...] = integer((256, 1024, 2048), many="list")
+    share: tuple[float, ...] = number((0.0, 0.5, 1.0), high=1, many="list")
+    groups: int = integer(8, high=1_000_000)
+    num_gpu_blocks: tuple[int, ...] | None = integer(None, low=2, many="list", optional=True)
+    load_rps: float | None = number(None, above=True, optional=True)
+
+
 GROUPS: dict[str, type] = {
     "engine": EngineSettings,
     "slo": SloSettings,
@@ -179,6 +188,7 @@ GROUPS: dict[str, type] = {
     "runtime": RuntimeSettings,
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,
+    "prefix_cache": PrefixCacheSettings,
 }
 
 

@@ -72,9 +72,6 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
     chunked = pick(True, True, True, False)
     budget = max(seats + pick(0, 1, 3, 10, 50, 200, 500), 1 if chunked else max_model_len)
     threshold = pick(0, 1, 2, 7, 16, 40) if kind.threshold else 0
-    full_isl = pick(True, False)
-    if threshold and not full_isl:
-        extra_blocks = max(extra_blocks, 0)  # see test_an_arrival_can_free_a_stuck_head
     engine = EngineConfig(
         max_num_seqs=seats,
         max_num_batched_tokens=budget,
@@ -85,20 +82,20 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         long_prefill_token_threshold=threshold,
         long_prefill_token_threshold_adaptive=threshold > 0 and pick(False, True),
         watermark=pick(0.0, 0.0, 0.0, 0.05, 0.2, 0.5),
-        scheduler_reserve_full_isl=full_isl,
+        scheduler_reserve_full_isl=pick(True, False),
         max_num_active_seqs=pick(None, None, None, 1, max(1, seats // 2)),
         async_scheduling=kind.asynchronous,
     )
 
-    # On a grid of one unit arrivals meet the ends of iterations; a fine grid of picoseconds shows any rounding.
-    unit = pick(1, 1, 1000, MS)
+    # On a coarse grid arrivals meet the ends of iterations exactly; on the finest one any rounding shows.
+    unit = pick(1, 1000, MS, MS)
     price = lambda largest: unit * (rng.randint(0, largest) // unit)  # noqa: E731
-    largest = {"step": 20 * MS, "prefill_token": MS, "prefill_seq": MS, "decode_seq": MS}
+    largest = {"step": 3 * MS if unit == MS else 20 * MS, "prefill_token": MS, "prefill_seq": MS, "decode_seq": MS}
     largest |= {"decode_ctx": MS // 20, "prefill_ctx": MS // 50, "pair": MS // 500}
-    free = pick(False, False, False, True)
+    free = pick(False, False, False, False, False, True)
     charged = {name for name in COEFFICIENTS if not free and pick(True, False)}
     coefficients = {f"{name}_ps": price(largest[name]) if name in charged else 0 for name in COEFFICIENTS}
-    if kind.asynchronous:  # nothing overlaps with an iteration that takes no time
+    if kind.asynchronous:  # with iterations that take no time it is open which of two at once comes first
         coefficients["step_ps"] += unit
     # Tables are longer than needed; an entry beyond the batch that anybody reads would show.
     limits = dict(zip(TABLES, (20 * MS, 5 * MS, MS // 20), strict=True)) if kind.tables and not free else {}
@@ -113,9 +110,18 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
     arrivals = [start + unit * (rng.randint(0, gap * n) // unit) for _ in range(n)]
     if pick(True, True, False):
         arrivals.sort()
-    clients = pick(None, None, None, 1, 2, 5, n, n + 3)
+    clients = pick(None, None, None, None, None, 1, 2, 5, n, n + 3)
     think = unit * (rng.randint(0, pick(0, MS, 100 * MS)) // unit)
-    return reference.Case(arrivals, prompts, outputs, engine, CostTable(**coefficients, **tables), clients, think)
+    case = reference.Case(arrivals, prompts, outputs, engine, CostTable(**coefficients, **tables), clients, think)
+    return with_close_calls(case, rng) if pick(True, False) else case
+
+
+def with_close_calls(case: reference.Case, rng: random.Random) -> reference.Case:
+    """The case with one arrival at the start of an iteration, or a picosecond from it."""
+    starts = [row[1] for row in reference.simulate(case).iters] or [0]
+    arrivals = case.arrivals_ps[:]
+    arrivals[rng.randrange(len(arrivals))] = max(rng.choice(starts) + rng.choice((-1, 0, 0, 1)), 0)
+    return case._replace(arrivals_ps=arrivals)
 
 
 class Batch:

@@ -59,7 +59,7 @@ def test_hydras_own_flags_work(run):
     ("words", "expected"),
     [
         (["sweep=slo_search"], "sweep=slo_search: needs a plus: +sweep=slo_search"),
-        (["+sweep=nothing"], "sweep=nothing: no such preset; must be one of evaluate, slo_search, static_vs_"),
+        (["+sweep=nothing"], "sweep=nothing: no such preset; must be one of evaluate, prefix_cache, slo_search"),
         (["model=llama9"], "model=llama9: no such preset; must be one of deepseek_v3, llama3_1_70b"),
         (["engine.max_num_seq=3"], "engine.max_num_seq=3: no such key, did you mean max_num_seqs?"),
         (["+engine.foo=3"], "engine.foo=3: no such key."),
@@ -275,6 +275,45 @@ def test_static_vs_continuous_shows_where_the_ratio_is_one_and_where_not(run, tm
     # The longest of 32 outputs holds the batch: the fewer slots are in use, the larger the ratio.
     assert float(mixed[-1]["throughput_ratio"]) > float(equal[-1]["throughput_ratio"])
     assert summary["largest_ratio"] == pytest.approx(max(float(row["throughput_ratio"]) for row in rows))
+
+
+def test_prefix_cache_gains_where_prompts_share_and_only_there(run, tmp_path):
+    words = [
+        "prefix_cache.prefix_len=[1024]",
+        "prefix_cache.share=[0,1]",
+        "engine.max_num_seqs=64",
+        "tracking=disabled",
+    ]
+    code, out, err = run("+sweep=prefix_cache", "hydra.run.dir=made", *words, *SMALL)
+    assert code == 0, err
+    _, rows = results(tmp_path / "made")
+    assert len(rows) == 6 and "Throughput under saturation" in out
+    for row in (row for row in rows if row["share"] == "0.0"):
+        assert float(row["prefix_cache_hit_rate"]) == float(row["infinite_hit_rate"]) == 0
+    alone, shared = [row for row in rows if row["num_gpu_blocks"] == rows[-1]["num_gpu_blocks"]]
+    assert float(alone["saved_p99_ttft_ms"]) == 0 and float(alone["peak_throughput_ratio"]) == 1
+    assert float(shared["saved_mean_ttft_ms"]) > 0 and float(shared["peak_throughput_ratio"]) > 1
+    assert alone["off_p99_ttft_ms"] == shared["off_p99_ttft_ms"]
+    assert 0 < float(shared["prefix_cache_hit_rate"]) <= float(shared["infinite_hit_rate"])
+
+
+def test_prefix_cache_takes_traces_with_hash_ids_only(run, tmp_path):
+    line = '{"timestamp": %d, "input_length": 1000, "output_length": 20, "hash_ids": [1, %d]}\n'
+    (tmp_path / "ids.jsonl").write_text("".join(line % (100 * i, i + 2) for i in range(100)))
+    (tmp_path / "none.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "2023-11-16 18:15:46,9,4\n" * 9)
+    words = ["+sweep=prefix_cache", "workload=trace", "tracking=disabled", "hydra.run.dir=made", *SMALL]
+    code, _, err = run(*words, "workload.path=ids.jsonl")
+    assert code == 2 and err.startswith("workload.hash_block_size=null: ") and "512 fits the file" in err
+    code, _, err = run(*words, "workload.path=none.csv", "workload.spread_s=0")
+    assert code == 2 and err.startswith("workload.path=none.csv: ")
+    more = ["workload.path=ids.jsonl", "workload.hash_block_size=512", "engine.max_num_seqs=64", "search.seeds=1"]
+    code, _, err = run(*words, *more, "prefix_cache.num_gpu_blocks=[2000]", "prefix_cache.load_rps=1")
+    assert code == 0, err
+    _, (row,) = results(tmp_path / "made")
+    # At one request a second each of the 99 others finds the first 512 of its 1,000 tokens.
+    assert float(row["prefix_cache_hit_rate"]) == float(row["infinite_hit_rate"]) == pytest.approx(99 * 0.512 / 100)
+    code, _, err = run(*words, *more, "prefix_cache.num_gpu_blocks=[1000]")
+    assert code == 2 and err.startswith("prefix_cache.num_gpu_blocks=1000: must be at least 1025")
 
 
 def test_a_multirun_goes_on_after_a_bad_job(run, tmp_path):

@@ -183,10 +183,11 @@ def test_one_server_with_constant_service_is_a_queue_m_d_1():
 
 
 def test_stretching_arrivals_is_arriving_later():
-    case = shaping_case(PLAIN)._replace(arrivals_ps=[MS * i for i in range(256)])
+    case = shaping_case(PLAIN)._replace(arrivals_ps=[MS * i for i in range(256)], clients=None)
     late = case._replace(arrivals_ps=[3 * time for time in case.arrivals_ps])
     stretched, arranged = run_batch([case] * 31, PLAIN, stretch=3.0)[0], run_batch([late] * 31, PLAIN)[0]
     assert records(stretched) == records(arranged) and totals(stretched) == totals(arranged)
+    assert stretched.arrival_ps.tolist() == late.arrivals_ps
 
 
 def test_a_client_that_returns_at_once_counts_for_the_threshold():

@@ -35,6 +35,7 @@ def simulation(arrival, scheduled, first, finish, prompt, output, histogram=(0, 
         **times,
         prompt_len=np.array(prompt, np.int32),
         output_tokens=np.array(output, np.int32),
+        hit_tokens=np.zeros(len(prompt), np.int32),
         totals=totals,
         closed_loop=False,
     )
@@ -98,6 +99,21 @@ def test_warmup_leaves_out_the_first_to_arrive():
     whole, warm = metrics.summarise(run, 0), metrics.summarise(run, 0.5)
     for key in ("request_throughput", "completed", "median_itl_ms"):  # of the whole run
         assert whole[key] == warm[key]
+
+
+def test_hit_rates_by_hand():
+    run = simulation(
+        [0, 10, 20, 30], [0, 10, 20, -1], [5, 15, 25, -1], [6, 16, 26, -1], [100, 50, 200, 80], [1, 1, 1, 0]
+    )
+    run.hit_tokens = np.array([0, 40, 160, 0], np.int32)
+    # The last request was never admitted; warm-up leaves out the first.
+    rates = metrics.hit_rates(run, 0.25)
+    assert (rates.cold, rates.warm) == (pytest.approx(200 / 350), pytest.approx(200 / 250))
+    assert rates.per_request.tolist() == [0.8, 0.8]
+    result = metrics.summarise(run, 0.25)
+    assert result["prefix_cache_hit_rate"] == rates.cold
+    assert result["prefix_cache_hit_rate_warm"] == rates.warm
+    assert result["mean_request_hit_rate"] == result["median_request_hit_rate"] == pytest.approx(0.8)
 
 
 def test_never_sent_requests_come_last():

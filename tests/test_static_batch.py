@@ -307,8 +307,8 @@ def test_no_copy_of_the_memory_in_the_compiled_loop():
         knobs, ones = Knobs(**values), jax.numpy.ones(64, np.int32)
         state = initial(limits, ones, ones, jax.numpy.zeros(64, np.int64), knobs)
         knobs, state = jax.tree.map(lambda leaf: np.stack([leaf] * 8), (knobs, state))
-        chunk = jax.jit(functools.partial(lanes.advance, limits, 8), donate_argnums=(3,))
-        text = chunk.lower(np.bool_(True), knobs, None, state).compile().as_text() or ""
+        chunk = jax.jit(functools.partial(lanes.advance, limits, 8), donate_argnums=(4,))
+        text = chunk.lower(np.bool_(True), knobs, None, None, state).compile().as_text() or ""
     assert f"s32[8,{limits.memory}]" in text
     assert not re.findall(rf"s32\[8,{limits.memory}\]\S* copy\(", text)
 

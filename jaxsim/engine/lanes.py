@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import experimental, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from jaxsim.engine import static_batch
+from jaxsim.engine.chains import Chains
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
 from jaxsim.engine.state import Event, State, initial
 from jaxsim.engine.step import step
@@ -29,7 +30,8 @@ AXIS = "lanes"
 STEPS = 256  # scan steps between two looks at the lanes
 
 # A scope around the engine's own calls: 64 bits are never turned on for the caller.
-x64 = functools.partial(jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64, True)
+_enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+x64 = functools.partial(_enable_x64, True)
 
 
 class Traces(NamedTuple):
@@ -55,9 +57,10 @@ class Outcome(NamedTuple):
 
     memory: np.ndarray  # [Limits.memory] int32, a copy
     state: State  # scalars and small arrays; without memory
+    cache: np.ndarray | None = None  # [Limits.prefix_memory] int32, a copy
 
 
-def devices_mesh(devices: list[jax.Device]) -> Mesh:
+def devices_mesh(devices: list[Any]) -> Mesh:
     axis_types = getattr(jax.sharding, "AxisType", None)
     more = {} if axis_types is None else {"axis_types": (axis_types.Auto,)}
     return jax.make_mesh((len(devices),), (AXIS,), devices=devices, **more)
@@ -76,13 +79,20 @@ def load(limits: Limits, traces: Traces, job: Job) -> State:
 
 
 def advance(
-    limits: Limits, steps: int, on: jax.Array, knobs: Knobs, tables: Tables | None, state: State
+    limits: Limits,
+    steps: int,
+    on: jax.Array,
+    knobs: Knobs,
+    tables: Tables | None,
+    chains: Chains | None,
+    state: State,
 ) -> tuple[State, Event | None]:
     """`steps` steps of all lanes; events have the shape [steps, W]. `on` is true, see `fence`."""
 
     def one(knobs: Knobs, state: State) -> tuple[State, Event | None]:
-        policy = static_batch.step if limits.static else step
-        return policy(limits, knobs, tables, state, on if limits.fenced else None)
+        if limits.static:
+            return static_batch.step(limits, knobs, tables, state, on if limits.fenced else None)
+        return step(limits, knobs, tables, chains, state, on if limits.fenced else None)
 
     return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps)
 
@@ -119,16 +129,18 @@ def compiled(limits: Limits, mesh: Mesh, steps: int) -> tuple[Callable, Callable
     )
     events = Spec(None, AXIS)
     chunk = functools.partial(advance, limits, steps)
-    return empty, fill, sharded(chunk, (everywhere, lanes, everywhere, lanes), (lanes, events), donate=(3,))
+    arguments = (everywhere, lanes, everywhere, everywhere, lanes)
+    return empty, fill, sharded(chunk, arguments, (lanes, events), donate=(4,))
 
 
 def run(
     limits: Limits,
     traces: Traces,
     tables: Tables | None,
+    chains: Chains | None,
     jobs: Job,
     width: int,
-    devices: list[jax.Device],
+    devices: list[Any],
     steps: int = STEPS,
     on_events: Callable[[Event], None] | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
@@ -137,7 +149,7 @@ def run(
         mesh = devices_mesh(devices)
         empty, fill, chunk = compiled(limits, mesh, steps)
         whole, split = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS))
-        traces, tables, on = jax.device_put((traces, tables, np.bool_(True)), whole)
+        traces, tables, chains, on = jax.device_put((traces, tables, chains, np.bool_(True)), whole)
         total, waiting = width * len(devices), len(jobs.trace)
 
         def take(index: np.ndarray) -> Job:
@@ -165,20 +177,26 @@ def run(
                 knobs, state = fill(traces, knobs, state, *places, take(order.reshape(-1)))
             if not (holds >= 0).any():
                 return
-            state, events = chunk(on, knobs, tables, state)
+            state, events = chunk(on, knobs, tables, chains, state)
             if on_events is not None:
                 on_events(jax.tree.map(np.asarray, events))
             status = np.asarray(state.status)
             ended = np.flatnonzero((holds >= 0) & (status != Status.RUNNING))
             if ended.size:
-                small = jax.tree.map(np.asarray, state._replace(memory=state.status))
+                kept = None if state.cache is None else state.cache._replace(memory=state.status)
+                small = jax.tree.map(np.asarray, state._replace(memory=state.status, cache=kept))
                 memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
+                caches = []
+                if state.cache is not None:
+                    caches = [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
                 outcomes = []
                 for lane in ended:
                     scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)
-                    outcomes.append((int(holds[lane]), Outcome(memories[lane // width][lane % width].copy(), scalars)))
+                    device, place = divmod(int(lane), width)
+                    cache = caches[device][place].copy() if caches else None
+                    outcomes.append((int(holds[lane]), Outcome(memories[device][place].copy(), scalars, cache)))
                 holds[ended] = -1
-                del memories
+                del memories, caches
                 yield from outcomes
 
 

@@ -35,7 +35,11 @@ PROMPT = 13
 OUTPUT = 14
 LINK = 15  # preempted: the next in the waiting queue; resumed: the next whose gap is to be counted
 
+# Widths of the prefix cache's rows, whose fields prefix.py names.
+SEGMENT, NODE, VISITOR, HOLD = 9, 3, 11, 3
+
 SINKS = 16  # cells that take the writes of what did not happen, one each so that no index occurs twice
+PREFIX_SINKS = 48
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ class Limits:
     static: bool = False  # static batching
     asynchronous: bool = False  # async scheduling
     fenced: bool = True  # store intermediate results: on CPUs
+    nodes: int = 0  # prefix caching: nodes of the trie, rows for segments (0 for no caching) and for holds
+    segments: int = 0
+    holds: int = 0
 
     @property
     def arrivals(self) -> int:
@@ -79,6 +86,35 @@ class Limits:
         return -(-(self.sinks + SINKS) // ROW) * ROW  # rows do not straddle cache lines
 
     @property
+    def prefix(self) -> bool:
+        """Whether blocks have an identity: prefix caching."""
+        return self.segments > 0
+
+    @property
+    def segment_rows(self) -> int:
+        return 0
+
+    @property
+    def node_rows(self) -> int:
+        return (self.segments + 1) * SEGMENT
+
+    @property
+    def visitor_rows(self) -> int:
+        return self.node_rows + self.nodes * NODE
+
+    @property
+    def hold_rows(self) -> int:
+        return self.visitor_rows + (self.requests + 1) * VISITOR
+
+    @property
+    def prefix_sinks(self) -> int:
+        return self.hold_rows + (self.holds + 1) * HOLD
+
+    @property
+    def prefix_memory(self) -> int:
+        return self.prefix_sinks + PREFIX_SINKS
+
+    @property
     def tops(self) -> int:
         """Words of 32 bits that say which of the calendar's words are not empty."""
         return -(-self.ring // 1024)
@@ -103,6 +139,7 @@ class Knobs(NamedTuple):
     padding: jax.Array  # bool, static batching bills finished rows
     wait_ps: jax.Array  # int64, static batching waits for a full batch
     think_ps: jax.Array  # int64, a client's pause between requests
+    chains: jax.Array  # which of the tables of chains
     table: jax.Array  # which of the cost tables
     step_ps: jax.Array  # int64, as the next ones
     prefill_token_ps: jax.Array

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxsim.engine.chains import Chains, Trie, padded, trie_of
 from jaxsim.engine.cost import Cost, CostTable
 from jaxsim.engine.lanes import Job, Traces
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
@@ -35,12 +36,16 @@ class Prepared(NamedTuple):
     limits: Limits
     traces: Traces
     tables: Tables | None
+    chains: Chains | None
     jobs: Job
     orders: list[np.ndarray]  # per trace: [N] caller's index of the k-th request to arrive
 
 
-def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Prepared:
-    """Check and convert settings that share a batching policy. Raises ConfigError."""
+def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room: int = 1) -> Prepared:
+    """Check and convert settings that share a batching policy, with and without prefix caching apart.
+
+    `room` multiplies the rows for the prefix cache. Raises ConfigError.
+    """
     check(settings)
     # A closed loop ignores arrival times, so that the same list in another order of arrival is another trace.
     keys = [(id(listed), count is not None) for listed, count in zip(settings.requests, settings.clients, strict=True)]
@@ -69,6 +74,10 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Pr
     cost_index = [cost_place[id(cost)] for cost in settings.cost]
     tables = _tables(costs)
     longest = min(int(traces.output.max()), max(engine.max_model_len for engine in engines))
+    tries, trie_index = [], [0] * len(engines)
+    if engines[0].enable_prefix_caching:
+        tries, trie_index = _tries(settings, [place[key] for key in keys], orders)
+    chains, rows = _chains(tries, shape[1], engines, room)
     limits = Limits(
         requests=shape[1],
         ring=_ring(longest),
@@ -81,15 +90,44 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool) -> Pr
         static=engines[0].batching == "static",
         asynchronous=engines[0].overlaps,
         fenced=jax.default_backend() == "cpu",
+        **rows,
     )
     jobs = Job(
         trace=np.array([place[key] for key in keys], np.int32),
         stretch=np.array(settings.stretch, np.float64),
         clients=np.array([count or 0 for count in settings.clients], np.int32),
         max_model_len=np.array([engine.max_model_len for engine in engines], np.int32),
-        knobs=_knobs(settings, costs, cost_index, leap),
+        knobs=_knobs(settings, costs, cost_index, leap)._replace(chains=np.array(trie_index, np.int32)),
     )
-    return Prepared(limits, traces, tables, jobs, orders)
+    return Prepared(limits, traces, tables, chains, jobs, orders)
+
+
+def _tries(settings: Settings, traces: list[int], orders: list[np.ndarray]) -> tuple[list[Trie], list[int]]:
+    """The distinct tries of the settings, and the place of each setting's among them."""
+    tries: dict[tuple[int, int, int], tuple[int, Trie]] = {}
+    index = []
+    for trace, listed, engine in zip(traces, settings.requests, settings.engine, strict=True):
+        key = (trace, engine.block_size, engine.max_model_len)
+        if key not in tries:
+            tries[key] = (len(tries), trie_of(listed, orders[trace], engine.block_size, engine.max_model_len))
+        index.append(tries[key][0])
+    return [trie for _, trie in tries.values()], index
+
+
+def _chains(
+    tries: list[Trie], requests: int, engines: Sequence[EngineConfig], room: int
+) -> tuple[Chains | None, dict[str, int]]:
+    """Tables of one shape for the tries, and the rows that the prefix cache is given."""
+    if not tries:
+        return None, {}
+    nodes = _grown(max(len(trie.nodes) for trie in tries), 256)
+    paths = _grown(max(len(trie.path) for trie in tries), 256)
+    blocks = max(engine.num_gpu_blocks for engine in engines)
+    seats = min(requests, max(engine.max_num_seqs for engine in engines))
+    # Each segment has a block of its own; more than a few per node and running request are rare.
+    segments = _grown(min(blocks, room * (nodes + 2 * seats)), 256)
+    rows = {"nodes": nodes, "segments": segments, "holds": _grown(room * 8 * seats, 256)}
+    return padded(tries, requests, paths, nodes), rows
 
 
 def arrival_order(requests: Requests, closed: bool) -> np.ndarray:
@@ -184,6 +222,7 @@ def _knobs(settings: Settings, costs: list[CostTable], cost_index: list[int], le
         "padding": column("static_padding", np.bool_),
         "wait_ps": picoseconds(column("static_wait_s", np.float64)),
         "think_ps": picoseconds(settings.think_time_s),
+        "chains": np.zeros(len(engines), np.int32),
         "table": np.array(cost_index, np.int32),
         **coefficients,
     }

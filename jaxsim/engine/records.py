@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxsim.engine.cache import HIT_FIRST, HIT_LATER
 from jaxsim.engine.lanes import Outcome
 from jaxsim.engine.layout import (
     FIRST_SCHEDULED,
@@ -16,6 +17,7 @@ from jaxsim.engine.layout import (
     PROMPT,
     RECOMPUTED,
     ROW,
+    VISITOR,
     Limits,
 )
 from jaxsim.engine.statistics import wide_value
@@ -25,7 +27,7 @@ from jaxsim.engine.types import NEVER, PS_PER_S, EngineConfig, Simulation, Statu
 def simulation(
     limits: Limits, n: int, closed_loop: bool, engine: EngineConfig, order: np.ndarray, outcome: Outcome
 ) -> Simulation:
-    memory, state = outcome
+    memory, state, cache = outcome
     rows = memory[: n * ROW].reshape(n, ROW)
     times = rows.view(np.int64)  # two words are one time, low word first
     arrival = memory[limits.arrivals : limits.arrivals + 2 * n].view(np.int64)
@@ -42,6 +44,11 @@ def simulation(
         result[order] = values
         return result
 
+    hits = np.zeros((n, 2), np.int32)
+    if cache is not None:
+        visitors = cache[limits.visitor_rows : limits.visitor_rows + n * VISITOR].reshape(n, VISITOR)
+        hits = np.maximum(visitors[:, [HIT_FIRST, HIT_LATER]], 0)
+
     return Simulation(
         arrival_ps=ordered(arrival),
         first_scheduled_ps=ordered(first_scheduled),
@@ -51,10 +58,11 @@ def simulation(
         output_tokens=ordered(generated),
         num_preemptions=ordered(rows[:, PREEMPTIONS]),
         recomputed_tokens=ordered(rows[:, RECOMPUTED]),
-        hit_tokens=np.zeros(n, np.int32),
+        hit_tokens=ordered(hits[:, 0]),
         status=Status(int(state.status)),
         totals=totals_of(limits, engine, rows, arrival, first_scheduled, state),
         closed_loop=closed_loop,
+        resumed_hit_tokens=ordered(hits[:, 1]),
     )
 
 

@@ -20,6 +20,10 @@ class Replay:
         """Events of a chunk of steps, shape [steps, 1] each."""
         self._chunks.append(events)
 
+    def clear(self) -> None:
+        """Forget what was collected: the simulation starts again."""
+        self._chunks = []
+
     def rows(self, order: np.ndarray, simulation: Simulation) -> list[list[Any]]:
         """Rows in the golden columns: i, start, dur (ps), n_running, n_waiting, n_prefill_tok, n_decode, ctx_sum,
         free_blocks, sched, preempted, admitted, finished, and sched_time (ps) under async scheduling; `order[k]` is the
@@ -58,11 +62,11 @@ class Replay:
             if e.admitted != NONE:
                 request = int(order[e.admitted])
                 running.append(request)
-                admitted += [request, 0]
+                admitted += [request, e.hit_tokens]
                 if e.admitted_tokens:  # static batching admits requests whose prompt starts later
                     chunks[request] = int(e.admitted_tokens)
                 waiting_for_prompt.add(request)
-                done[request] = 0
+                done[request] = int(e.hit_tokens)
             if e.ran:
                 scheduled: list[int] = []
                 for request in running:

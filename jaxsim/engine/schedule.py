@@ -8,7 +8,7 @@ waiting ones in the order of arrival. Three things follow:
 - without a threshold only the last running request can have its prompt in progress, and then it uses up the budget.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,8 @@ class Pass1(NamedTuple):
     preempted_count: jax.Array
     newest: jax.Array
     left: jax.Array
+    taken: Any = None  # with Limits.prefix: blocks that this iteration's decodes have taken before a preemption
+    takes: Any = None  # and blocks to take from the free queue now
 
 
 class Pass2(NamedTuple):
@@ -99,6 +101,17 @@ class Pass2(NamedTuple):
     free: jax.Array
     left: jax.Array
     newest: jax.Array
+    hits: Any = None  # Hits with Limits.prefix
+
+
+class Hits(NamedTuple):
+    """What the prefix cache has to do with the head of the queue."""
+
+    tokens: jax.Array  # of the head that it has
+    late: jax.Array  # bool: the head is admitted as a decode row
+    looks: jax.Array  # bool: the head is to be looked up before it can be admitted
+    takes: jax.Array  # blocks to take from the free queue, those of pass 1 included
+    open_to_change: jax.Array  # bool: in a leap the head's hits might change
 
 
 def count(condition: jax.Array) -> jax.Array:
@@ -116,7 +129,9 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     gone, row = look.gone, look.row
     finishes = look.finishes
     more_finish = finishes & (gone[NEXT] != NONE)
-    scheduling = look.active & ~more_finish & (~s.begun | look.prompted)
+    # Without prefix caching the last finish and pass 1 are one step; with it the blocks come back after the step.
+    waits = finishes if limits.prefix else more_finish
+    scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
     finished_blocks = blocks_for(finished_context, knobs.block_size)
     decodes = s.decodes - count(finishes)
@@ -127,7 +142,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         held = held + count(finishes)
         held_blocks = held_blocks + jnp.where(finishes, finished_blocks, 0)
     else:
-        free = free + jnp.where(finishes, finished_blocks, 0)
+        if not limits.prefix:
+            free = free + jnp.where(finishes, finished_blocks, 0)
         running = running - count(finishes)
     due = due_now(limits, knobs, s, finishes, finished_context)
     budget = jnp.where(s.begun, s.left, knobs.budget - decodes)
@@ -139,14 +155,20 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         share = jnp.where(knobs.adaptive, quotient(knobs.budget, jnp.maximum(requests, 1)), 0)
         limit = jnp.where((knobs.threshold > 0) & (requests > 1), jnp.maximum(knobs.threshold, share), 0)
         threshold = jnp.where(called, threshold, limit)
-        called = called | (look.active & ~more_finish)
+        called = called | (look.active & ~waits)
         computed, known = ~row[FIT], row[PROMPT] + row[GENERATED]
     else:
         computed, known = s.prompt_done, s.prompt_known
 
     chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
-    demand = jnp.where(s.begun, 0, due) + jnp.where(look.prompted, chunk_blocks, 0)
+    taken: Any = None
+    takes: Any = None
+    if limits.prefix:
+        taken = s.cache.taken
+        due = due - taken
+    due = jnp.where(s.begun, 0, due)
+    demand = due + jnp.where(look.prompted, chunk_blocks, 0)
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
     pops = scheduling & ~finishes & ~fits
@@ -166,7 +188,14 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     generated = jnp.where(in_prompt, gone[GENERATED], gone[OUTPUT] - (gone[FIT] - s.now))
     victim_computed = jnp.where(in_prompt, computed_prompt, gone[PROMPT] + generated - 1)
     victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
-    free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
+    if limits.prefix:
+        # The decodes before the one that does not fit take theirs first: the order decides what is evicted.
+        first = jnp.where(preempts, jnp.minimum(due, free), 0)
+        takes = first + jnp.where(passes, demand, 0)
+        taken = jnp.where(passes, 0, taken + first)
+        free = free - takes
+    else:
+        free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
     if limits.asynchronous:
         free = free + jnp.where(drops, finished_blocks, 0)
         running = running - count(drops)
@@ -209,6 +238,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         preempted_count=s.preempted_count + count(preempts),
         newest=jnp.where(pops, gone[BELOW], s.newest),
         left=left,
+        taken=taken,
+        takes=takes,
     )
 
 
@@ -228,15 +259,28 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.look_ps)
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
-    wanted = cut(known, p.threshold)
+    hit: Any = 0
+    hit_blocks: Any = 0
+    idle_blocks: Any = 0
+    looks: Any = None
+    if limits.prefix:
+        looks = attempt & (s.cache.found != look.joiner)
+        attempt = attempt & ~looks
+        hit_blocks, idle_blocks = s.cache.position, s.cache.idle
+        hit = hit_blocks * knobs.block_size
+    needed = known - hit if limits.prefix else known
+    wanted = cut(needed, p.threshold)
     over_budget = ~knobs.chunked & (wanted > p.left)
     tokens = jnp.minimum(wanted, p.left)
-    blocks = blocks_for(tokens, knobs.block_size)
+    blocks = blocks_for(hit + tokens if limits.prefix else tokens, knobs.block_size)
     reserve = jnp.maximum(blocks, jnp.where(knobs.full_isl, blocks_for(known, knobs.block_size), 0))
+    if limits.prefix:
+        blocks = blocks - hit_blocks
+        reserve = reserve - hit_blocks + idle_blocks
     no_room = reserve + jnp.where(p.running > 0, knobs.watermark, 0) > p.free
     admits = attempt & ~over_budget & ~no_room
     refused = attempt & ~admits
-    head_complete = admits & (tokens == known)
+    head_complete = admits & (tokens == needed)
     joins = head_complete | p.prompt_complete
 
     from_preempted = admits & (s.preempted_head != NONE)
@@ -247,6 +291,17 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     left = p.left - jnp.where(admits, tokens, 0)
     head_waits = (preempted_head != NONE) | (arrives_ps <= s.look_ps)
     more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
+    runs = look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE)
+    hits, held = None, blocks
+    if limits.prefix:
+        late = head_complete & (tokens == 1) & (row[GENERATED] > 0)
+        # An iteration runs in a step of its own, when the cache has followed the schedule.
+        posts = look.finishes | p.preempts | (p.takes > 0) | p.continues | admits | looks
+        eager = (s.cache.eager_first != NONE) & p.begun & (~s.begun | (s.cache.walk != NONE))
+        runs = runs & ~posts & ~eager
+        open_to_change = s.cache.contested | (~knobs.chunked & (hit > 0))
+        hits = Hits(hit, late, looks, p.takes + jnp.where(admits, blocks, 0), open_to_change)
+        held = blocks + idle_blocks
     return Pass2(
         admits=admits,
         tokens=tokens,
@@ -256,17 +311,23 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         joins=joins,
         first_token=joins & (row[GENERATED] == 0),
         starts_prompt=admits & ~head_complete,
-        runs=look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE),
+        runs=runs,
         head_waits=head_waits,
         arrives_ps=arrives_ps,
         fresh_head=s.fresh_head + count(from_fresh),
         preempted_head=preempted_head,
         preempted_count=p.preempted_count - count(from_preempted),
         running=running,
-        free=p.free - jnp.where(admits, blocks, 0),
+        free=p.free - jnp.where(admits, held, 0),
         left=left,
         newest=jnp.where(admits, look.joiner, p.newest),
+        hits=hits,
     )
+
+
+def computed_tokens(a: Pass2) -> jax.Array:
+    """Computed tokens of the head after this iteration, if it is admitted: its hits count."""
+    return a.tokens if a.hits is None else a.hits.tokens + a.tokens
 
 
 class Prompts(NamedTuple):
@@ -284,7 +345,7 @@ def prompts_in_progress(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2
         return Prompts(
             first=jnp.where(p.in_prompt | p.prompt_complete, NONE, first),
             last=s.prompt_last,
-            done=jnp.where(a.starts_prompt, a.tokens, s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
+            done=jnp.where(a.starts_prompt, computed_tokens(a), s.prompt_done + jnp.where(p.continues, p.chunk, 0)),
             known=jnp.where(a.starts_prompt, look.row[PROMPT] + look.row[GENERATED], s.prompt_known),
         )
     ends = p.in_prompt | p.prompt_complete

@@ -11,7 +11,7 @@ from jaxsim.engine.lanes import run
 from jaxsim.engine.prepare import Settings, arrival_order, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
-from jaxsim.engine.types import EngineConfig, Requests, Simulation
+from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
 from jaxsim.errors import ConfigError
 
 LANES = 256  # per device: fewer and the dispatch of operations dominates, more and their state outgrows the cache
@@ -92,10 +92,15 @@ def _run(
     replay: Replay | None,
 ) -> list[Simulation]:
     results: list[Any] = [None] * len(settings.engine)
-    programs = [(engine.batching, engine.overlaps) for engine in settings.engine]
-    for program in dict.fromkeys(programs):
-        index = [i for i, other in enumerate(programs) if other == program]
-        limits, traces, tables, jobs, orders = prepare(settings.at(index), leap, statistics, replay is not None)
+    # Static and continuous batching, async scheduling and prefix caching are different programs.
+    programs: dict[tuple, list[int]] = {}
+    for i, engine in enumerate(settings.engine):
+        kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching)
+        programs.setdefault((kind, 1), []).append(i)
+    while programs:
+        (kind, room), index = programs.popitem()
+        prepared = prepare(settings.at(index), leap, statistics, replay is not None, room)
+        limits, traces, tables, chains, jobs, orders = prepared
         devices = jax.local_devices()
         if width is None:
             devices = devices[: 1 if replay is not None or len(index) < len(devices) else None]
@@ -104,8 +109,13 @@ def _run(
         else:
             lanes = width
         on_events = None if replay is None else replay.add
-        for i, outcome in run(limits, traces, tables, jobs, lanes, devices, on_events=on_events):
+        for i, outcome in run(limits, traces, tables, chains, jobs, lanes, devices, on_events=on_events):
             place, order = index[i], orders[int(jobs.trace[i])]
+            if outcome.state.status == Status.OVERFLOW:
+                programs.setdefault((kind, 4 * room), []).append(place)
+                if replay is not None:
+                    replay.clear()
+                continue
             closed = settings.clients[place] is not None
             results[place] = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
             if on_done is not None:

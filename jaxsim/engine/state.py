@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsim.engine.cache import initial_cache
 from jaxsim.engine.layout import (
     GENERATED,
     INFINITE,
@@ -71,6 +72,7 @@ class State(NamedTuple):
     joined_context: jax.Array
     joined_fresh: jax.Array  # bool: one of them gets its first token
     statistics: Statistics
+    cache: Any = None  # prefix.Cache with Limits.prefix
 
 
 class Event(NamedTuple):
@@ -82,6 +84,7 @@ class Event(NamedTuple):
     continued_tokens: jax.Array
     admitted: jax.Array  # from the waiting queue, and its tokens
     admitted_tokens: jax.Array
+    hit_tokens: jax.Array  # that it found in the prefix cache
     ran: jax.Array  # bool: the iteration is complete (also an empty one that preempted)
     look_ps: jax.Array  # int64, time of the schedule() call
     start_ps: jax.Array  # int64
@@ -128,5 +131,6 @@ def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: ja
         "status": jnp.int32(Status.RUNNING),
         "pairs": jnp.int64(0),
         "statistics": Statistics.zero(),
+        "cache": initial_cache(limits, knobs) if limits.prefix else None,
     }
     return State(**fields)

@@ -452,6 +452,7 @@ def step(
                 continued_tokens=p.chunk,
                 admitted=pick(f.takes, look.joiner, none),
                 admitted_tokens=p.chunk,
+                hit_tokens=jnp.int32(0),
                 ran=i.runs,
                 look_ps=f.clock_ps,
                 start_ps=f.clock_ps,

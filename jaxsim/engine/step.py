@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine import leap
-from jaxsim.engine.blocks import blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
+from jaxsim.engine.chains import Chains
 from jaxsim.engine.fence import fence
 from jaxsim.engine.layout import (
     BELOW,
@@ -45,12 +47,14 @@ from jaxsim.engine.layout import (
     write_cells,
     write_windows,
 )
+from jaxsim.engine.prefix import work
 from jaxsim.engine.schedule import (
     Look,
     Pass1,
     Pass2,
     Prompts,
     admit,
+    computed_tokens,
     count,
     depart,
     next_need,
@@ -59,6 +63,8 @@ from jaxsim.engine.schedule import (
 from jaxsim.engine.state import Event, State
 from jaxsim.engine.statistics import Stretch, bin_end
 from jaxsim.engine.types import Status
+
+OPERATIONS = 1  # on the prefix cache in one step
 
 
 class Words(NamedTuple):
@@ -102,6 +108,8 @@ class Leap(NamedTuple):
 def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None) -> Look:
     """Who is concerned: a finished request or the next victim, and a prompt in progress or the head of the queue."""
     active = s.status == Status.RUNNING
+    if limits.prefix:
+        active = active & ~busy(s.cache) & ~s.cache.overflow
     if settle_row is not None:
         # Gaps of requests that resumed in the last iteration are counted one a step, before their rows change.
         active = active & ((s.statistics.settle == NONE) | (settle_row[LINK] == NONE))
@@ -137,16 +145,17 @@ def collect(s: State, look: Look, p: Pass1, a: Pass2) -> dict[str, jax.Array]:
     """The iteration as scheduled so far, by field of State."""
     known = look.row[PROMPT] + look.row[GENERATED]
     tokens = jnp.where(a.admits, a.tokens, p.chunk)
-    before = jnp.where(a.admits, 0, p.computed)
-    scheduled = a.admits | (p.continues & ~p.late)
+    before = jnp.where(a.admits, 0 if a.hits is None else a.hits.tokens, p.computed)
+    late = p.late if a.hits is None else p.late | a.hits.late
+    scheduled = (a.admits | p.continues) & ~late
     n = tokens.astype(jnp.int64)
     return {
         "prefill_tokens": s.prefill_tokens + jnp.where(scheduled, tokens, 0),
         "prefill_rows": s.prefill_rows + count(scheduled),
         "prefill_context": s.prefill_context + jnp.where(scheduled, before + tokens, 0),
         "pairs": s.pairs + jnp.where(scheduled, n * before.astype(jnp.int64) + (n * (n + 1) >> 1), 0),
-        "late_decodes": s.late_decodes + count(p.late),
-        "late_context": s.late_context + jnp.where(p.late, p.computed + 1, 0),
+        "late_decodes": s.late_decodes + count(late),
+        "late_context": s.late_context + jnp.where(late, before + 1, 0),
         "joined": s.joined + count(a.joins),
         "joined_context": s.joined_context + jnp.where(a.joins, known, 0),
         "joined_fresh": s.joined_fresh | a.first_token,
@@ -238,6 +247,11 @@ def bound_leap(
     stop = ~i.works | (queued & ~blocked)
     if limits.threshold:
         stop = stop | in_progress
+    if limits.prefix:
+        # Blocks that are registered in between could be hits of a prompt behind, or of the head.
+        stop = stop | in_progress | (a.refused & a.hits.open_to_change)
+        fills = behind_phase(s.cache.eager_need, remainder(-i.now - 1, knobs.block_size), knobs.block_size)
+        bound = jnp.minimum(bound, jnp.min(jnp.where(s.cache.eager_need > 0, fills, bound)))
     if limits.statistics:
         # Stop where the ITL bin changes, where 90 % of the blocks are passed and where a resumed request's gap is to be
         # counted; the growth of a prompt's blocks has no closed form.
@@ -302,7 +316,7 @@ def write(
     if limits.threshold:
         enters = enters | a.admits | p.continues
         in_list = [pick(a.admits, NONE, row[NEXT]), pick(a.starts_prompt, s.prompt_last, row[PREV])]
-        in_list += [~pick(a.admits, a.tokens, p.computed + p.chunk)]
+        in_list += [~pick(a.admits, computed_tokens(a), p.computed + p.chunk)]
         place = [pick(a.joins, calendar, prompt) for calendar, prompt in zip(place, in_list, strict=True)]
     enters = enters | a.admits
     entry = jnp.stack(
@@ -354,13 +368,68 @@ def write(
     return write_cells(memory, limits.sinks, cells)
 
 
+def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2, leap_blocks: jax.Array) -> Cache:
+    """The cache with the jobs that follow from a step."""
+    c, pick, none = s.cache, jnp.where, jnp.int32(NONE)
+    leaves = look.finishes | p.preempts
+    context = p.victim_computed + count(p.decoding & s.begun)
+    context = pick(look.finishes, look.gone[PROMPT] + look.gone[OUTPUT] - 1, context)
+    grows = p.continues | a.admits
+    begins = p.begun & ~s.begun
+    looks = a.hits.looks
+    searches = looks | a.admits
+    takes = a.hits.takes + leap_blocks
+    plain = jnp.minimum(takes, c.anonymous)
+    last = leaves & ~p.more_finish
+    alone = last & (c.release == NONE)
+    blocks = blocks_for(context, knobs.block_size)
+    walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
+    if limits.threshold:
+        walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
+    return c._replace(
+        taken=p.taken,
+        anonymous=c.anonymous - plain,
+        take=c.take + takes - plain,
+        touch=pick(a.admits, look.joiner, c.touch),
+        release=pick(alone, look.leaver, c.release),
+        alone=pick(alone, blocks, c.alone),
+        enlist=pick(leaves & ~alone, look.leaver, c.enlist),
+        enlist_blocks=pick(leaves, blocks, c.enlist_blocks),
+        enlist_after=pick(leaves, none, c.enlist_after),
+        complete=pick(leaves, last, c.complete),
+        release_at=pick(leaves, none, c.release_at),
+        walk=pick(begins, c.eager_first, c.walk),
+        walk_until=pick(look.active, walk_until, c.walk_until),
+        register=pick(grows, look.joiner, c.register),
+        register_tokens=pick(grows, pick(a.admits, computed_tokens(a), p.computed + p.chunk), c.register_tokens),
+        register_joins=pick(grows, a.joins, c.register_joins),
+        look=pick(looks, look.joiner, c.look),
+        limit=pick(
+            looks,
+            quotient(look.row[PROMPT] + look.row[GENERATED] - 1, knobs.block_size),
+            pick(a.admits, c.position, c.limit),
+        ),
+        position=pick(searches, 0, c.position),
+        path=pick(searches, none, c.path),
+        cursor=pick(searches, jnp.int32(START), c.cursor),
+        idle=pick(searches, 0, c.idle),
+        found=pick(searches | a.runs | p.preempts, none, c.found),
+    )
+
+
 def step(
-    limits: Limits, knobs: Knobs, tables: Tables | None, s: State, on: jax.Array | None
+    limits: Limits, knobs: Knobs, tables: Tables | None, chains: Chains | None, s: State, on: jax.Array | None
 ) -> tuple[State, Event | None]:
     """The next event of one simulation; a simulation that has ended stays as it is."""
+    if chains is not None:
+        for _ in range(OPERATIONS):
+            cache, freed = work(limits, knobs, chains, s.now, s.cache, on)
+            s = s._replace(cache=cache, free=s.free + freed)
     settle_row = read_row(s.memory, s.statistics.settle) if limits.statistics else None
     look = look_up(limits, knobs, s, settle_row)
     small = s._replace(memory=jnp.int32(0))
+    if limits.prefix:
+        small = small._replace(cache=s.cache._replace(memory=jnp.int32(0)))
 
     p = fence(on, lambda: depart(limits, knobs, small, look))
     a = fence(on, lambda: admit(limits, knobs, small, look, p))
@@ -452,6 +521,7 @@ def step(
             continued_tokens=p.chunk,
             admitted=jnp.where(a.admits, look.joiner, none),
             admitted_tokens=a.tokens,
+            hit_tokens=jnp.int32(0) if a.hits is None else a.hits.tokens,
             ran=a.runs & (i.works | p.preempted),
             look_ps=s.look_ps,
             start_ps=s.clock_ps,
@@ -480,6 +550,10 @@ def step(
     clock_ps = jnp.where(wakes, wake_ps, i.end_ps + j.time_ps)
     status = jnp.where(over, jnp.int32(Status.DONE), jnp.where(stuck, jnp.int32(Status.STUCK), s.status))
     status = jnp.where(look.active & (clock_ps >= OVERTIME), jnp.int32(Status.OVERTIME), status)
+    cache = None
+    if limits.prefix:
+        cache = post(limits, knobs, s, look, p, a, j.blocks)
+        status = jnp.where(s.cache.overflow, jnp.int32(Status.OVERFLOW), status)
     log_size = s.log_size + count(i.works & collected["joined_fresh"])
     collected = {name: jnp.where(a.runs, jnp.zeros_like(value), value) for name, value in collected.items()}
     return State(
@@ -518,5 +592,6 @@ def step(
         cursor=jnp.where(a.runs, NONE, p.cursor),
         left=jnp.where(a.runs, 0, a.left),
         statistics=statistics,
+        cache=cache,
         **collected,
     ), event

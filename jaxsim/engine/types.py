@@ -25,6 +25,7 @@ class Status(enum.IntEnum):
     DONE = 1
     STUCK = 2  # requests remain that can never be scheduled, or that preempt and recompute themselves for ever
     OVERTIME = 3  # the simulated time has left the range of the clock
+    OVERFLOW = 4  # the prefix cache ran out of rows; `simulate` and `simulate_many` then try again with more
 
 
 def is_integer(value: Any) -> bool:
@@ -44,10 +45,6 @@ class Requests(NamedTuple):
 
 
 UNBUILT = {
-    "enable_prefix_caching": (
-        False,
-        "prefix caching is not modelled; use false (vllm serve --no-enable-prefix-caching)",
-    ),
     "policy": ("fcfs", "only the policy fcfs is modelled"),
 }
 
@@ -109,6 +106,11 @@ class EngineConfig:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             allowed = f"must be at least max_model_len={self.max_model_len} when enable_chunked_prefill=false"
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+        if self.enable_prefix_caching and self.batching == "static":
+            raise ConfigError("engine.enable_prefix_caching", True, "must be false when batching=static")
+        if self.enable_prefix_caching and self.async_scheduling:
+            allowed = "must be false with async_scheduling=true: the two are not modelled together"
+            raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
         if not 0 <= self.static_wait_s < LATEST_S:
@@ -155,10 +157,11 @@ class Simulation:
     output_tokens: np.ndarray  # [N] int32, tokens produced
     num_preemptions: np.ndarray  # [N] int32
     recomputed_tokens: np.ndarray  # [N] int32
-    hit_tokens: np.ndarray  # [N] int32, prompt tokens found in the prefix cache
+    hit_tokens: np.ndarray  # [N] int32, tokens found in the prefix cache at first admission
     status: Status
     totals: Totals
     closed_loop: bool = False
+    resumed_hit_tokens: Any = 0  # [N] int32, tokens found when preempted requests were admitted again
     iterations: list = field(default_factory=list)  # rows in the golden columns, with trace=True; times in ps
     series: np.ndarray | None = None  # with series=True: a structured array, one element per iteration
 

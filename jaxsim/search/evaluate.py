@@ -56,7 +56,8 @@ def replicates(
         dropped.append(left_out)
     shortest = min(len(kept.prompt_len) for kept in requests)
     cut = [
-        Requests(kept.arrival_s[:shortest], kept.prompt_len[:shortest], kept.output_len[:shortest]) for kept in requests
+        Requests(*(None if field is None else field[:shortest] for field in kept))  # pyright: ignore[reportArgumentType]
+        for kept in requests
     ]
     return Replicates(cut, [_rate_rps(requests, workload.rate_rps) for requests in cut], dropped)
 

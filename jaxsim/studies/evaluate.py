@@ -1,6 +1,6 @@
 """Everything about one setting at one load or number of clients, or at each of a list, over several seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from jaxsim.results.serve import vllm_serve
 from jaxsim.search.evaluate import figures, limited_by, over_seeds, percentiles, warmup_share
 from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
+
+HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate")
 
 
 def run(job: Job) -> None:
@@ -139,6 +141,7 @@ def _show(job: Job, key: str, row: dict[str, Any]) -> None:
         ("throughput", f"{shown('request_throughput')} req/s, {shown('output_throughput')} output tokens/s"),
         ("goodput", f"{shown('request_goodput')} req/s within the limits"),
         ("KV cache", f"{row['kv_usage_mean']:.0%} used, peak {row['kv_usage_peak']:.0%}"),
+        ("prefix cache", _hits(job, shown)),
         ("preemptions", f"{shown('num_preemptions')} per run"),
         ("running", f"mean {shown('running_mean')}, largest {shown('running_max')} requests"),
         ("waiting", f"mean {shown('waiting_mean')}, largest {shown('waiting_max')} requests"),
@@ -148,3 +151,11 @@ def _show(job: Job, key: str, row: dict[str, Any]) -> None:
         ("finished", f"{row['runs_done']} of {row['seeds']} runs"),
     ]
     job.console.print(terminal.facts(pairs))
+
+
+def _hits(job: Job, shown: Callable[[str], str]) -> str:
+    """Hit rates in words."""
+    if not job.server.flags.enable_prefix_caching:
+        return "off"
+    cold, warm, mean = (shown(name) for name in HIT_RATES)
+    return f"{cold} of the prompt tokens found, {warm} after warm-up; {mean} of a request's"

@@ -8,21 +8,23 @@ from typing import Any, TypeVar
 
 from jaxsim.errors import ConfigError
 from jaxsim.workload.lengths import Length
+from jaxsim.workload.prefix import Prefix
 from jaxsim.workload.readers import read_trace
 from jaxsim.workload.synthetic import Arrival, Workload
 from jaxsim.workload.trace import TraceWorkload
 
 KINDS = ("synthetic", "trace")
-_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output")
-_TRACE_KEYS = ("path", "format", "limit", "spread_s")
+_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output", "prefix")
+_TRACE_KEYS = ("path", "format", "limit", "spread_s", "hash_block_size")
 
 T = TypeVar("T")
 
 
-def workload_from_config(config: Mapping[str, Any]) -> Workload | TraceWorkload:
+def workload_from_config(config: Mapping[str, Any], prefix_caching: bool = False) -> Workload | TraceWorkload:
     """Workload of a mapping with the keys of `conf/workload/synthetic.yaml` or `trace.yaml`.
 
     `too_long` is for `drop_or_refuse` and only checked here. Keys of the other kind may be present if null.
+    Hash ids of a trace are read, and workload.hash_block_size is required for them, with `prefix_caching` only.
     Errors: ConfigError whose key starts with `workload.`.
     """
     kind = config.get("kind")
@@ -36,22 +38,34 @@ def workload_from_config(config: Mapping[str, Any]) -> Workload | TraceWorkload:
             raise ConfigError(f"workload.{key}", value, f"with kind={kind} one of {', '.join(keys)}, too_long")
     if kind == "trace":
         if not config.get("path"):
-            raise ConfigError("workload.path", config.get("path"), "a trace file (Azure CSV or Mooncake JSONL)")
+            raise ConfigError("workload.path", config.get("path"), "a trace file (CSV or JSONL)")
         chosen = {key: config[key] for key in _TRACE_KEYS if config.get(key) is not None}
-        return read_trace(**chosen)
+        return read_trace(**chosen, prefix_caching=prefix_caching)
     parts = {
         "arrival": _part("arrival", Arrival, config),
         "prompt": _part("prompt", Length, config),
         "output": _part("output", Length, config),
+        "prefix": _prefix(config.get("prefix") or {}),
     }
     return _named("", lambda: Workload(rate_rps=config.get("rate_rps"), **parts))  # type: ignore[arg-type]
 
 
-def _part(name: str, cls: Callable[..., T], config: Mapping[str, Any]) -> T:
+def _prefix(section: Any) -> Prefix:
+    lengths = {}
+    if isinstance(section, Mapping):
+        for key in ("length", "turns"):
+            if section.get(key) is not None:
+                lengths[key] = _part(f"prefix.{key}", Length, {f"prefix.{key}": section[key]})
+        section = {key: value for key, value in section.items() if key not in lengths}
+    return _part("prefix", lambda **values: Prefix(**values, **lengths), {"prefix": section}, Prefix)
+
+
+def _part(name: str, build: Callable[..., T], config: Mapping[str, Any], cls: Any = None) -> T:
+    """`build` with the values of one section, whose keys are the fields of `cls`, or of the class `build`."""
     section = config.get(name) or {}
     if not isinstance(section, Mapping):
         raise ConfigError(f"workload.{name}", section, "a group of settings")
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    known = [field.name for field in fields(cls or build)]  # type: ignore[arg-type]
     for key in section:
         if key not in known:
             raise ConfigError(f"workload.{name}.{key}", section[key], f"no such key; there are {', '.join(known)}")
@@ -60,7 +74,7 @@ def _part(name: str, cls: Callable[..., T], config: Mapping[str, Any]) -> T:
         for key, value in section.items()
         if value is not None
     }
-    return _named(f"{name}.", lambda: cls(**values))
+    return _named(f"{name}.", lambda: build(**values))
 
 
 def _named(prefix: str, build: Callable[[], T]) -> T:

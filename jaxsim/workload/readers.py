@@ -1,6 +1,7 @@
-"""Trace files: Azure LLM inference CSV and Mooncake JSONL.
+"""Trace files: Azure LLM inference CSV, and JSONL of Mooncake, Qwen-Bailian or vLLM's `timed_trace`.
 
-Every error is a ConfigError of `workload.path` that names the line and what was expected there.
+Every error is a ConfigError of `workload.path` that names the line and what was expected there; those about hash ids
+are of `workload.hash_block_size`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from typing import NoReturn
 import numpy as np
 
 from jaxsim.errors import ConfigError
+from jaxsim.workload.hash_ids import HashIds
 from jaxsim.workload.lengths import LONGEST
 from jaxsim.workload.trace import TICKS_PER_S, TraceWorkload
 
-FORMATS = ("auto", "azure", "mooncake")
+TICKS_PER_UNIT = {"mooncake": TICKS_PER_S // 1000, "bailian": TICKS_PER_S, "timed_trace": TICKS_PER_S}
+FORMATS = ("auto", "azure", *TICKS_PER_UNIT)
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")
-_TICKS_PER_MS = TICKS_PER_S // 1000
+JSON_KEYS = ("timestamp", "input_length", "output_length")
 _LONGEST_SPAN_S = 50 * 86400  # int64 picoseconds end at 106 days; half is left for stretching
-_LATEST_MS = 10**14  # the year 5138 as milliseconds since 1970: ticks stay in int64
+_LATEST_TICK = 10**18  # the year 5138, counted from 1970: ticks stay in int64
 _TIMESTAMP = re.compile(
     r"(\d{4})-(\d\d)-(\d\d)[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{1,7}))?(?:Z|([+-])(\d\d):(\d\d))?", re.ASCII
 )
@@ -34,12 +36,19 @@ Row = tuple[int, int, int, int]  # line number, ticks, prompt tokens, output tok
 
 
 def read_trace(
-    path: str | Path, format: str = "auto", limit: int | None = None, spread_s: float = 3.0
+    path: str | Path,
+    format: str = "auto",
+    limit: int | None = None,
+    spread_s: float = 3.0,
+    hash_block_size: int | None = None,
+    prefix_caching: bool = False,
 ) -> TraceWorkload:
     """Trace file as a workload, its first request at tick 0.
 
-    format: "azure" (CSV with a header), "mooncake" (JSONL) or "auto" (by the first line).
-    limit: keep the first so many requests. spread_s: see `spread`; 0 leaves Mooncake's times as recorded.
+    format: "azure" (CSV with a header), "mooncake" (JSONL, times in ms), "bailian" or "timed_trace" (JSONL, times in
+    seconds), or "auto": by the first line, where JSON with a chat_id is Bailian's and any other Mooncake's.
+    limit: keep the first so many requests. spread_s: see `spread`; 0 leaves the times of JSONL as recorded.
+    hash_block_size: tokens of a hash id. Ids are read with `prefix_caching` only and then become token segments.
     """
     path = Path(path).expanduser()
     if format not in FORMATS:
@@ -54,9 +63,12 @@ def read_trace(
             if not head:
                 _fail(path, "the file is empty; expected at least one request")
             if format == "auto":
-                format = "mooncake" if head.lstrip().startswith("{") else "azure"
+                format = "azure" if not head.lstrip().startswith("{") else "mooncake"
+                format = "bailian" if format == "mooncake" and '"chat_id"' in head else format
             file.seek(0)
-            rows = _checked(path, _azure_rows(path, file) if format == "azure" else _mooncake_rows(path, file))
+            ids = HashIds() if prefix_caching else None
+            found = _azure_rows(path, file) if format == "azure" else _json_rows(path, file, format, ids)
+            rows = _checked(path, found)
             table = np.fromiter(chain.from_iterable(rows), dtype=np.int64).reshape(-1, 3)
     except OSError as error:
         raise ConfigError("workload.path", path, f"a readable trace file ({error.strerror})") from None
@@ -65,10 +77,12 @@ def read_trace(
     if not len(table):
         _fail(path, "no requests in the trace; expected at least one")
     ticks = table[:, 0]
-    if format == "mooncake":
+    if format != "azure":
         ticks = spread(ticks, round(spread_s * TICKS_PER_S))
     ticks, prompt_len, output_len = (column[:limit] for column in (ticks - ticks[0], table[:, 1], table[:, 2]))
-    return TraceWorkload(ticks, prompt_len.copy(), output_len.copy(), source=str(path))
+    segments = ids.segments(table[:, 1], hash_block_size) if ids is not None and format != "azure" else None
+    segments = None if segments is None else segments[:limit]
+    return TraceWorkload(ticks, prompt_len.copy(), output_len.copy(), segments, source=str(path))
 
 
 def spread(ticks: np.ndarray, window: int) -> np.ndarray:
@@ -115,7 +129,7 @@ def _azure_rows(path: Path, file: Iterable[str]) -> Iterator[Row]:
             _fail(
                 path,
                 f"line {reader.line_num}: {', '.join(missing)} missing; expected a CSV header with "
-                f"{','.join(AZURE_COLUMNS)} or JSON objects with {', '.join(MOONCAKE_KEYS)}",
+                f"{','.join(AZURE_COLUMNS)} or JSON objects with {', '.join(JSON_KEYS)}",
             )
         columns = [header.index(name) for name in AZURE_COLUMNS]
         for row in reader:
@@ -155,8 +169,9 @@ def _azure_ticks(path: Path, line: int, text: str) -> int:
     _fail(path, f"line {line}: TIMESTAMP {_excerpt(text)}; expected YYYY-MM-DD HH:MM:SS with up to 7 more digits")
 
 
-def _mooncake_rows(path: Path, file: Iterable[str]) -> Iterator[Row]:
-    """Rows of JSON objects, one a line: timestamp in ms, lengths in tokens; other keys are not read."""
+def _json_rows(path: Path, file: Iterable[str], format: str, ids: HashIds | None) -> Iterator[Row]:
+    """Rows of JSON objects, one a line: timestamp, lengths in tokens and, if asked for, hash ids into `ids`."""
+    unit = TICKS_PER_UNIT[format]
     for line, text in enumerate(file, start=1):
         if not text.strip():
             continue
@@ -165,18 +180,33 @@ def _mooncake_rows(path: Path, file: Iterable[str]) -> Iterator[Row]:
         except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
-            _fail(
-                path, f"line {line}: {_excerpt(text.strip())}; expected a JSON object with {', '.join(MOONCAKE_KEYS)}"
-            )
-        if missing := [key for key in MOONCAKE_KEYS if key not in record]:
-            _fail(path, f"line {line}: {', '.join(missing)} missing; expected {', '.join(MOONCAKE_KEYS)}")
-        for key in MOONCAKE_KEYS:
-            if type(record[key]) is not int:
-                _fail(path, f"line {line}: {key} {_excerpt(str(record[key]))}; expected an integer")
-        time, prompt, output = (record[key] for key in MOONCAKE_KEYS)
-        if not 0 <= time <= _LATEST_MS:
-            _fail(path, f"line {line}: timestamp {time}; expected milliseconds from 0 to {_LATEST_MS}")
-        yield line, time * _TICKS_PER_MS, prompt, output
+            _fail(path, f"line {line}: {_excerpt(text.strip())}; expected a JSON object with {', '.join(JSON_KEYS)}")
+        if missing := [key for key in JSON_KEYS if key not in record]:
+            _fail(path, f"line {line}: {', '.join(missing)} missing; expected {', '.join(JSON_KEYS)}")
+        time, prompt, output = (record[key] for key in JSON_KEYS)
+        for key in JSON_KEYS:
+            # Milliseconds are whole numbers in every Mooncake trace: a fraction gives seconds away.
+            whole = format == "mooncake" or key != "timestamp"
+            if type(record[key]) is not int and (whole or type(record[key]) is not float):
+                hint = "; format=timed_trace reads seconds" if key == "timestamp" and whole else ""
+                kind = "an integer" if whole else "a number of seconds"
+                _fail(path, f"line {line}: {key} {_excerpt(str(record[key]))}; expected {kind}{hint}")
+        if not 0 <= time <= _LATEST_TICK / unit:  # a NaN is refused too
+            name = "milliseconds" if format == "mooncake" else "seconds"
+            _fail(path, f"line {line}: timestamp {time}; expected {name} from 0 to {_LATEST_TICK // unit}")
+        if ids is not None:
+            ids.add(line, _ids(path, line, record))
+        yield line, round(time * unit), prompt, output
+
+
+def _ids(path: Path, line: int, record: dict) -> list[int | str] | None:
+    """The record's hash ids, None if it has none."""
+    found = record.get("hash_ids")
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(type(item) in (int, str) for item in found):
+        _fail(path, f"line {line}: hash_ids {_excerpt(str(found))}; expected a list of integers or texts")
+    return found
 
 
 def _excerpt(text: str) -> str:

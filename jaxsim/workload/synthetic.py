@@ -1,9 +1,9 @@
 """Synthetic workloads: arrivals at a rate and lengths from distributions.
 
-Arrivals, prompts and outputs of a seed come from three independent streams of uniform numbers, one number a request,
-each turned into a gap or a length by a quantile function. So common random numbers hold: changing one distribution
-leaves the other two as they were, arrivals at rate r are those at rate 1 divided by r, and a longer sample begins with
-the shorter one.
+Arrivals, prompts and outputs of a seed come from independent streams of uniform numbers, one number a request, each
+turned into a gap or a length by a quantile function; so does what prompts have in common (`prefix.py`). So common
+random numbers hold: changing one distribution leaves the others as they were, arrivals at rate r are those at rate 1
+divided by r, and a longer sample begins with the shorter one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import numpy as np
 from jaxsim.engine import Requests
 from jaxsim.errors import ConfigError
 from jaxsim.workload.lengths import Length
+from jaxsim.workload.prefix import Prefix
 
 PROCESSES = ("poisson", "gamma", "constant")
-_STREAMS = ("arrivals", "prompts", "outputs")
+_STREAMS = ("arrivals", "prompts", "outputs", "turns", "thinking", "groups", "unique", "system")
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,17 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests arriving at `rate_rps` (requests/s), with prompts and outputs drawn independently of each other."""
+    """Requests arriving at `rate_rps` (requests/s), with prompts and outputs drawn independently of each other.
+
+    Conversations of several turns arrive by the process, at rate_rps / mean turns; a sample begins with first turns, so
+    its own rate is below `rate_rps` until conversations end as fast as they start.
+    """
 
     rate_rps: float
     arrival: Arrival
     prompt: Length
     output: Length
+    prefix: Prefix | None = None  # what prompts have in common; None: nothing
 
     def __post_init__(self):
         _check_positive("rate_rps", self.rate_rps)
@@ -66,13 +72,20 @@ class Workload:
         """`n` requests of a seed, in arrival order, the first at 0 s."""
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
             raise ConfigError("n", n, "a number of requests from 1")
-        arrivals, prompts, outputs = (_uniform(seed, stream, int(n)) for stream in _STREAMS)
-        gaps = self.arrival.gaps(arrivals)
+        gaps = self.arrival.gaps(_uniform(seed, "arrivals", int(n)))
         gaps[0] = 0.0
+        arrival_s = np.cumsum(gaps) / self.rate_rps
+        if self.prefix is not None and not self.prefix.is_off:
+            starts_s = arrival_s * self.prefix.mean_turns()
+
+            def draw(stream: str, turn: int, numbers: int) -> np.ndarray:
+                return _uniform(seed, stream, numbers, turn)
+
+            return self.prefix.requests(starts_s, self.prompt, self.output, draw)
         return Requests(
-            arrival_s=np.cumsum(gaps) / self.rate_rps,
-            prompt_len=self.prompt.sample(prompts),
-            output_len=self.output.sample(outputs),
+            arrival_s=arrival_s,
+            prompt_len=self.prompt.sample(_uniform(seed, "prompts", int(n))),
+            output_len=self.output.sample(_uniform(seed, "outputs", int(n))),
         )
 
 
@@ -83,9 +96,10 @@ def check_seed(seed: object) -> int:
     return int(seed)
 
 
-def _uniform(seed: int, stream: str, n: int) -> np.ndarray:
-    """`n` uniform numbers in [0, 1) of one stream of a seed, float64 [n]."""
-    sequence = np.random.SeedSequence(check_seed(seed), spawn_key=(_STREAMS.index(stream),))
+def _uniform(seed: int, stream: str, n: int, turn: int = 0) -> np.ndarray:
+    """`n` uniform numbers in [0, 1) of one stream of a seed, float64 [n]; every turn has a stream of its own."""
+    place = (_STREAMS.index(stream), *((turn,) if turn else ()))
+    sequence = np.random.SeedSequence(check_seed(seed), spawn_key=place)
     return np.random.Generator(np.random.PCG64(sequence)).random(n)
 
 

@@ -20,11 +20,13 @@ class TraceWorkload:
     """Requests of a trace in arrival order; times are integers, so replays are exact.
 
     ticks: int64 [N], time since the first request in ticks of 100 ns. prompt_len, output_len: int64 [N], tokens.
+    segments: [N] token identities of the prompts as in `Requests`, None where a prompt shares nothing.
     """
 
     ticks: np.ndarray
     prompt_len: np.ndarray
     output_len: np.ndarray
+    segments: list | None = None
     source: str = ""
 
     @cached_property
@@ -52,7 +54,8 @@ class TraceWorkload:
         gaps = np.append(np.diff(self.ticks), wrap)  # [N], from row i to the next on the ring
         rows = (self.start_row(seed) + np.arange(n)) % total
         ticks = np.append(0, np.cumsum(gaps[rows[:-1]]))
-        return Requests(ticks / TICKS_PER_S, self.prompt_len[rows], self.output_len[rows])
+        segments = None if self.segments is None else [self.segments[row] for row in rows]
+        return Requests(ticks / TICKS_PER_S, self.prompt_len[rows], self.output_len[rows], segments=segments)
 
 
 def drop_or_refuse(requests: Requests, max_model_len: int, too_long: str = "error") -> tuple[Requests, int]:

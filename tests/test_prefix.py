@@ -1,0 +1,300 @@
+"""Prefix caching in the engine: golden cases, random cases against the oracle, and what a hit is worth."""
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import block_pool
+import golden_cases
+import numpy as np
+import pytest
+import reference
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxsim.engine import AffineCost, EngineConfig, Requests, Simulation, Status, prepare, simulate, simulate_many
+from jaxsim.engine.chains import trie_of
+from jaxsim.errors import ConfigError
+
+MS = 10**9  # ps
+GOLDEN = [name for name in golden_cases.NAMES if name.startswith("apc")]
+CASES = 32  # of an example, in one call
+
+
+@pytest.fixture
+def one_shape(monkeypatch):
+    """Golden cases of every size share one compiled program."""
+    monkeypatch.setattr(prepare, "_grown", lambda size, least: 512 if size <= 512 else 4096)
+
+
+def golden_arguments(name: str) -> tuple[Requests, EngineConfig, AffineCost]:
+    case, _ = golden_cases.load(name)
+    listed = case["requests"]
+    prices = ("base", "per_prefill_token", "per_decode_seq", "per_ctx_token")
+    requests = Requests(
+        np.array([request["arrival"] for request in listed]) / 1e6,
+        np.array([request["prompt_len"] for request in listed]),
+        np.array([request["output_len"] for request in listed]),
+        segments=[request.get("segs") for request in listed],
+        output_stream=[request.get("out_stream") for request in listed],
+    )
+    return requests, EngineConfig(**case["engine"]), AffineCost(*(case["cost"][price] / 1e6 for price in prices))
+
+
+def records(simulation: Simulation) -> list[list[int]]:
+    """The golden columns of requests, -1 for never."""
+    names = "arrival_ps", "first_scheduled_ps", "first_token_ps", "finish_ps", "num_preemptions", "hit_tokens"
+    columns = [getattr(simulation, name) for name in (*names, "resumed_hit_tokens", "output_tokens")]
+    return [[i, *map(int, row)] for i, row in enumerate(zip(*columns, strict=True))]
+
+
+def never(rows: list[list[Any]]) -> list[list[int]]:
+    return [[-1 if value is None else value for value in row] for row in rows]
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_iterations(name, one_shape):
+    _, expected = golden_cases.load(name)
+    simulation = simulate(*golden_arguments(name), trace=True)
+    assert simulation.iterations == golden_cases.in_picoseconds(expected["iter_cols"], expected["iters"])
+
+
+@pytest.mark.parametrize("leap", [True, False])
+def test_golden_requests(leap, one_shape):
+    requests, engines, costs = zip(*map(golden_arguments, GOLDEN), strict=True)
+    simulations = simulate_many(list(requests), list(engines), list(costs), leap=leap)
+    for name, simulation in zip(GOLDEN, simulations, strict=True):
+        _, expected = golden_cases.load(name)
+        rows = golden_cases.in_picoseconds(expected["req_cols"], expected["reqs"])
+        assert records(simulation) == never(rows), name
+
+
+def random_prompts(rng: random.Random, block_size: int, longest: int, count: int) -> tuple[list, list, list]:
+    """Segments, output lengths and output streams of requests that share prefixes in one of several ways."""
+    segments, outputs, streams = [], [], []
+    style = rng.choice(["mixed", "system prompts", "conversations", "equal prompts"])
+    for i in range(count):
+        stream = rng.choice([None, "z0", "z1"]) if style in ("mixed", "equal prompts") else None
+        if style == "system prompts":
+            own = f"u{i}" if rng.random() < 0.8 else "u"
+            system = (f"s{rng.randint(0, 1)}", 0, rng.choice([block_size, 2 * block_size, 5]))
+            parts = [system, (own, 0, rng.randint(1, 6))]
+        elif style == "conversations" and i and rng.random() < 0.7:
+            turn = rng.randrange(i)
+            quoted = max(1, outputs[turn] - rng.randint(0, 1))
+            parts = [*segments[turn], (streams[turn] or f"o{turn}", 0, quoted), (f"u{i}", 0, rng.randint(1, 4))]
+        elif style == "equal prompts":
+            parts = [(f"g{rng.randint(0, 1)}", 0, rng.choice([1, 2, 3, 4]) * block_size + rng.randint(0, 1))]
+        else:
+            names = ["a", "b", "o0", "o1", "p0", f"u{i}"]
+            parts = [(rng.choice(names), rng.choice([0, 0, 2]), rng.randint(1, 10)) for _ in range(rng.randint(1, 3))]
+        segments.append(first_tokens(parts, longest - 1))
+        outputs.append(rng.choice([1, 2, 3, 5, 8, 12, 20]))
+        streams.append(stream)
+    return segments, outputs, streams
+
+
+def first_tokens(parts: list[tuple[str, int, int]], limit: int) -> list[tuple[str, int, int]]:
+    kept = []
+    for name, start, length in parts:
+        kept += [(name, start, min(length, limit))] if limit > 0 else []
+        limit -= length
+    return kept
+
+
+def random_case(rng: random.Random, thresholds: list[int], active_seqs: bool = True) -> dict[str, Any]:
+    block_size, longest, seqs = rng.choice([1, 2, 3, 4]), rng.choice([16, 24, 40]), rng.randint(1, 8)
+    chunked = rng.random() < 0.8
+    engine = {
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": max(seqs, rng.choice([4, 8, 16, 32])) if chunked else longest + rng.choice([0, 24]),
+        "num_gpu_blocks": min(-(-longest // block_size) + 1 + rng.choice([0, 0, 1, 2, 4, 8, 20]), 64),
+        "block_size": block_size,
+        "max_model_len": longest,
+        "enable_chunked_prefill": chunked,
+        "enable_prefix_caching": True,
+        "scheduler_reserve_full_isl": rng.random() < 0.7,
+        "watermark": rng.choice([0.0, 0.0, 0.05, 0.2]),
+        "max_num_active_seqs": rng.choice([None, None, max(1, seqs - 1)]) if active_seqs else None,
+        "long_prefill_token_threshold": rng.choice(thresholds),
+        "long_prefill_token_threshold_adaptive": rng.random() < 0.3,
+    }
+    segments, outputs, streams = random_prompts(rng, block_size, longest, rng.randint(2, 14))
+    gaps = rng.choice([[0], [0, 0, 1, 3, 10, 40]])
+    return {
+        "arrivals": np.cumsum([rng.choice(gaps) for _ in outputs]).tolist(),
+        "segments": segments,
+        "outputs": outputs,
+        "streams": streams,
+        "engine": engine,
+        "cost": (2, rng.choice([0, 1]), rng.choice([0, 1]), rng.choice([0, 0, 1])),  # ms
+        "clients": rng.choice([None, None, None, 1, 3]),
+    }
+
+
+def by_oracle(case: dict[str, Any]) -> reference.Result:
+    base, prefill, decode, context = (price * MS for price in case["cost"])
+    names = "prefill_seq_ps", "pair_ps", "linear_ps", "decode_base_ps", "decode_ctx_table_ps"
+    cost = SimpleNamespace(
+        step_ps=base, prefill_token_ps=prefill, decode_seq_ps=decode, prefill_ctx_ps=context, decode_ctx_ps=context,
+        **(dict.fromkeys(names[:2], 0) | dict.fromkeys(names[2:])),
+    )  # fmt: skip
+    engine = golden_cases.ENGINE_DEFAULTS | {"batching": "continuous"} | case["engine"]
+    inputs = reference.Case(
+        [arrival * MS for arrival in case["arrivals"]],
+        [sum(length for _, _, length in parts) for parts in case["segments"]],
+        case["outputs"],
+        SimpleNamespace(**engine),
+        cost,
+        case["clients"],
+        segments=case["segments"],
+        output_streams=case["streams"],
+    )
+    return reference.simulate(inputs, 3000)
+
+
+def by_engine(cases: list[dict[str, Any]], leap: bool) -> list[Simulation]:
+    requests = [
+        Requests(
+            np.array(case["arrivals"]) / 1e3,
+            np.array([sum(length for _, _, length in parts) for parts in case["segments"]]),
+            np.array(case["outputs"]),
+            segments=case["segments"],
+            output_stream=case["streams"],
+        )
+        for case in cases
+    ]
+    engines = [EngineConfig(**case["engine"]) for case in cases]
+    costs = [AffineCost(*(price / 1e3 for price in case["cost"])) for case in cases]
+    clients = [case["clients"] for case in cases]
+    return simulate_many(requests, engines, costs, clients=clients, leap=leap, lanes=CASES // 2)
+
+
+@pytest.mark.parametrize("thresholds", [[0], [0, 1, 2, 3, 5, 8]])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**9))
+def test_random_cases_agree_with_the_oracle(thresholds, seed):
+    """Tiny pools, shared prefixes, quoted outputs, block-aligned prompts; leaping and stepping."""
+    rng = random.Random(seed)
+    cases = [random_case(rng, thresholds) for _ in range(CASES)]
+    # One shape for every example.
+    cases[0]["engine"] |= {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_num_active_seqs": None}
+    cases[0]["engine"] |= {"long_prefill_token_threshold": max(thresholds)}
+    expected = [by_oracle(case) for case in cases]
+    for leap in (True, False):
+        for case, theirs, ours in zip(cases, expected, by_engine(cases, leap), strict=True):
+            if theirs.status == "TRUNCATED":
+                continue
+            assert ours.status.name == theirs.status, case
+            if ours.status == Status.STUCK:
+                continue  # the two give up at different times
+            assert records(ours) == theirs.reqs, case
+            assert ours.recomputed_tokens.tolist() == theirs.recomputed, case
+            totals = theirs.totals
+            names = "iterations", "num_preemptions", "running_max", "waiting_max", "prefill_tokens", "decode_tokens"
+            for name in (*names, "refused_seats", "refused_kv", "refused_budget"):
+                assert getattr(ours.totals, name) == getattr(totals, name), (name, case)
+            usable = case["engine"]["num_gpu_blocks"] - 1
+            assert round(ours.totals.kv_usage_peak * usable) == totals.kv_peak_blocks
+            used_ps = ours.totals.kv_usage_mean * usable * (totals.t1 - totals.t0)
+            assert used_ps == pytest.approx(totals.kv_block_ps, rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_the_trie_has_the_oracle_s_blocks(seed):
+    rng = random.Random(seed)
+    block_size, longest = rng.randint(1, 4), 40
+    segments, outputs, streams = random_prompts(rng, block_size, longest, rng.randint(1, 12))
+    prompts = [sum(length for _, _, length in parts) for parts in segments]
+    outputs = [min(output, longest - prompt) for prompt, output in zip(prompts, outputs, strict=True)]
+    requests = Requests(np.zeros(len(prompts)), np.array(prompts), np.array(outputs), None, segments, streams)
+    trie = trie_of(requests, np.arange(len(prompts)), block_size, longest)
+    tokens = block_pool.token_identities(prompts, outputs, segments, streams)
+    pairs = set()
+    for (first, end, length), keys in zip(trie.requests, block_pool.chains(tokens, block_size), strict=True):
+        blocks = [(node, block) for node in trie.path[first:end].tolist() for block in range(*trie.nodes[node])]
+        assert [block for _, block in blocks[:length]] == list(range(length))
+        assert len(keys) - length in (0, 1)  # the block that only the last token fills is never computed
+        pairs |= set(zip(blocks[:length], keys[:length], strict=True))
+    assert len(pairs) == len({block for block, _ in pairs}) == len({key for _, key in pairs})
+
+
+def shared_prefix(prefix: int) -> Requests:
+    """Two prompts of 100 tokens, far apart, that begin with the same `prefix` tokens."""
+    segments = [[("s", 0, prefix), (f"u{i}", 0, 100 - prefix)] if prefix else None for i in range(2)]
+    return Requests(np.array([0.0, 10.0]), np.array([100, 100]), np.array([3, 3]), segments=segments)
+
+
+@pytest.mark.parametrize(("prefix", "hit"), [(0, 0), (15, 0), (16, 16), (79, 64), (100, 96)])
+def test_a_hit_shortens_ttft_by_the_cost_of_its_tokens(prefix, hit):
+    engine = EngineConfig(4, 1000, 1000, 1000, enable_prefix_caching=True)
+    cost = AffineCost(0.010, 0.001, 0.0, 0.0)
+    simulation = simulate(shared_prefix(prefix), engine, cost)
+    ttft_ps = simulation.first_token_ps - simulation.arrival_ps
+    assert simulation.hit_tokens.tolist() == [0, hit]
+    assert ttft_ps.tolist() == [110 * MS, (110 - hit) * MS]
+
+
+def test_without_anything_shared_caching_changes_nothing():
+    requests = Requests(np.arange(30) / 50, np.arange(30) % 7 * 16 + 20, np.arange(30) % 5 * 9 + 1)
+    cost = AffineCost(0.010, 0.0001, 0.001, 0.00001)
+    engines = [EngineConfig(8, 64, 60, 256, enable_prefix_caching=on) for on in (True, False)]
+    on, off = simulate_many(requests, engines, cost)
+    assert on.hit_tokens.sum() == 0
+    assert np.array_equal(on.finish_ps, off.finish_ps)
+    assert np.array_equal(on.first_token_ps, off.first_token_ps)
+
+
+def test_too_few_rows_are_noticed_and_more_are_tried(monkeypatch):
+    rooms = []
+    whole = prepare._chains
+
+    def scarce(tries, requests, engines, room):
+        chains, rows = whole(tries, requests, engines, room)
+        rooms.append(room)
+        return chains, rows | ({"segments": 2, "holds": 3} if room == 1 else {})
+
+    monkeypatch.setattr(prepare, "_chains", scarce)
+    simulation = simulate(*golden_arguments("apc_preempt"))
+    _, expected = golden_cases.load("apc_preempt")
+    assert rooms == [1, 4]
+    assert records(simulation) == golden_cases.in_picoseconds(expected["req_cols"], expected["reqs"])
+
+
+def test_segments_must_add_up_to_the_prompt():
+    engine = EngineConfig(4, 1000, 1000, 1000, enable_prefix_caching=True)
+    requests = Requests(np.zeros(1), np.array([9]), np.array([1]), segments=[[("a", 0, 8)]])
+    with pytest.raises(ConfigError, match=r"requests.segments\[0\]=8: must have as many tokens as the prompt, 9"):
+        simulate(requests, engine, AffineCost(0.01, 0.0, 0.0, 0.0))
+
+
+def test_an_endless_pool_finds_what_the_trace_repeats(data):
+    """Blocks of 512 tokens, full ones only, the last token always computed: counted here from the ids alone."""
+    rows = [json.loads(line) for line in (data / "traces" / "mooncake_conversation.jsonl").read_text().splitlines()]
+    seen: set[int] = set()
+    hits = []
+    for row in rows:
+        blocks = 0
+        for block in row["hash_ids"][: (row["input_length"] - 1) // 512]:
+            if block not in seen:
+                break
+            blocks += 1
+        seen.update(row["hash_ids"][: row["input_length"] // 512])
+        hits.append(512 * blocks)
+    assert round(sum(hits) / sum(row["input_length"] for row in rows), 5) == 0.37338
+    rows = rows[:500]
+    prompts = np.array([row["input_length"] for row in rows])
+    segments = [
+        [(block, 0, min(512, row["input_length"] - 512 * i)) for i, block in enumerate(row["hash_ids"])] for row in rows
+    ]
+    requests = Requests(
+        np.array([row["timestamp"] for row in rows]) / 1e3,
+        prompts,
+        np.array([row["output_length"] for row in rows]),
+        segments=segments,
+    )
+    engine = EngineConfig(64, 1 << 18, 50_000, 1 << 17, block_size=512, enable_prefix_caching=True)
+    simulation = simulate_many(requests, engine, AffineCost(0.001, 1e-7, 1e-6, 0.0), statistics=False)[0]
+    assert simulation.hit_tokens.tolist() == hits[:500]
