@@ -201,7 +201,7 @@ def test_limited_by_is_the_most_frequent_refusal():
     runs = [simulation([1.0], refused_seats=3), simulation([1.0], refused_kv=4, refused_seats=2)]
     assert limited_by(runs) == "seats"
     assert limited_by([simulation([1.0])]) == "compute"
-    assert limited_by([simulation([1.0], refused_kv=9, iterations=1000)]) == "compute"
+    assert limited_by([simulation([1.0], refused_kv=1, iterations=1000)]) == "KV cache"
     assert limited_by([simulation([1.0], refused_kv=6, refused_seats=4, iterations=1000)]) == "KV cache"
 
 
