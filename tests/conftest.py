@@ -5,6 +5,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from hypothesis import settings
+
+# The same random cases in every run; HYPOTHESIS_PROFILE=random hunts for others.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("random", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 jax.config.update("jax_num_cpu_devices", 2)  # so that sharding is exercised
 jax.config.update("jax_numpy_dtype_promotion", "strict")

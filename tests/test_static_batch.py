@@ -238,18 +238,19 @@ def same(result: Simulation, expected: reference.Result, engine: EngineConfig) -
     totals, exact = result.totals, expected.totals
     duration, blocks, runs = exact.t1 - exact.t0, engine.num_gpu_blocks - 1, exact.iterations
     share = lambda part, whole: float(part) / whole if whole else 0.0  # noqa: E731
-    assert totals.duration_s == duration / 1e12
     same_names = ["iterations", "prefill_tokens", "decode_tokens", "num_preemptions", "recomputed_tokens"]
     same_names += ["running_max", "waiting_max", "refused_seats", "refused_kv", "refused_budget"]
     for name in same_names:
         assert getattr(totals, name) == getattr(exact, name), name
     assert totals.scheduled_tokens == exact.prefill_tokens + exact.decode_tokens
     assert totals.output_tokens == sum(row[8] for row in expected.reqs)
-    assert totals.kv_usage_mean == share(exact.kv_block_ps, duration * blocks)
     assert totals.kv_usage_peak == exact.kv_peak_blocks / blocks
-    assert totals.kv_time_above_90 == share(exact.above_90_ps, duration)
     assert totals.slot_occupancy == share(exact.slot_rows, engine.max_num_seqs * runs)
-    if duration:
+    if result.status == Status.DONE:  # a stuck run has no end; when that is noticed is the program's affair
+        assert totals.duration_s == duration / 1e12
+        assert totals.kv_usage_mean == share(exact.kv_block_ps, duration * blocks)
+        assert totals.kv_time_above_90 == share(exact.above_90_ps, duration)
+    if result.status == Status.DONE and duration:
         assert totals.waiting_mean == pytest.approx(exact.waiting_ps / duration, rel=1e-12)
     assert {i: n for i, n in enumerate(totals.itl_histogram.tolist()) if n} == exact.itl
 
