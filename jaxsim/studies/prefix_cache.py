@@ -10,7 +10,6 @@ from jaxsim.engine import EngineConfig, Requests, Simulation, simulate_many
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval, paired_interval, t_interval
 from jaxsim.results import terminal
-from jaxsim.results.files import plain, write_csv, write_json
 from jaxsim.search.evaluate import Replicates, figures, replicates
 from jaxsim.settings import PrefixCacheSettings
 from jaxsim.studies.job import Job
@@ -155,11 +154,9 @@ def _compare(loaded: Mapping, peaks: Mapping, on: tuple, off: tuple) -> dict[str
 
 
 def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], interrupted: bool) -> None:
-    summary = {"sweep": job.sweep, "status": "interrupted" if interrupted else "ok", "seconds": job.seconds()}
-    files = [job.folder / "summary.json", job.folder / "candidates.csv"]
+    status = "interrupted" if interrupted else "ok"
+    summary = {"sweep": job.sweep, "status": status, "seconds": job.seconds(), "points": rows}
     flat = [{name: value for name, value in row.items() if name != "ci95"} for row in rows]
-    write_json(files[0], summary | {"points": rows})
-    write_csv(files[1], flat)
     labels = {"prefix_len": "shared tokens", "share": "reuse", "num_gpu_blocks": "blocks"}
     labels = {key: name for key, name in labels.items() if rows and key in rows[0]}
     rates = ["hit rate", "after warm-up", "of a request", "no eviction"]
@@ -183,8 +180,4 @@ def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], interrupted: bo
         job.console.print(terminal.table(title, heads, found))
         heads = [*labels.values(), "req/s off / on", "ratio"]
         job.console.print(terminal.table("Throughput under saturation", heads, carried))
-    tracking.table("candidates", [plain(row) for row in flat])
-    tracking.summary(plain(summary))
-    tracking.artifact("results", files)
-    for text in [f"results    {job.folder}", *(tracking.finish() or [])]:
-        job.console.print(text, soft_wrap=True)
+    job.finish(tracking, summary, {"candidates": flat})
