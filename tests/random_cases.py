@@ -41,14 +41,17 @@ class Kind(NamedTuple):
     threshold: bool  # some case sets long_prefill_token_threshold
     tables: bool  # some case has cost tables
     asynchronous: bool = False  # all cases have async_scheduling
+    priority: bool = False  # all cases have the policy "priority"
 
     def __str__(self) -> str:
-        return ("async " if self.asynchronous else "") + ("rich" if self.tables else "plain")
+        words = ["async"] * self.asynchronous + ["priority"] * self.priority
+        return " ".join([*words, "rich" if self.tables else "plain"])
 
 
 PLAIN, RICH = Kind(False, False), Kind(True, True)
 ASYNC_PLAIN, ASYNC_RICH = (kind._replace(asynchronous=True) for kind in (PLAIN, RICH))
-KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH
+PRIORITY = tuple(kind._replace(priority=True) for kind in (PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH))
+KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH, *PRIORITY
 
 
 @st.composite
@@ -85,6 +88,7 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         scheduler_reserve_full_isl=pick(True, False),
         max_num_active_seqs=pick(None, None, None, 1, max(1, seats // 2)),
         async_scheduling=kind.asynchronous,
+        policy="priority" if kind.priority else "fcfs",
     )
 
     # On a coarse grid arrivals meet the ends of iterations exactly; on the finest one any rounding shows.
@@ -113,6 +117,9 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
     clients = pick(None, None, None, None, None, 1, 2, 5, n, n + 3)
     think = unit * (rng.randint(0, pick(0, MS, 100 * MS)) // unit)
     case = reference.Case(arrivals, prompts, outputs, engine, CostTable(**coefficients, **tables), clients, think)
+    if kind.priority:  # ties of priority and of arrival alike
+        levels = pick(1, 2, 3, n)
+        case = case._replace(priorities=[rng.randrange(levels) - 1 for _ in range(n)])
     return with_close_calls(case, rng) if pick(True, False) else case
 
 
@@ -149,6 +156,7 @@ def shaping_case(kind: Kind) -> reference.Case:
         max_model_len=100,
         long_prefill_token_threshold=8 if kind.threshold else 0,
         async_scheduling=kind.asynchronous,
+        policy="priority" if kind.priority else "fcfs",
     )
     linear = np.arange(TABLE, dtype=np.int64) * 1000 if kind.tables else None
     prices = CostTable(step_ps=MS, linear_ps=linear)
@@ -167,7 +175,8 @@ def with_shape(case: reference.Case, kind: Kind) -> reference.Case:
 
 def requests_of(case: reference.Case) -> Requests:
     """Whole picoseconds below 2251 s survive float64 seconds."""
-    return Requests(np.array(case.arrivals_ps) / 1e12, np.array(case.prompts), np.array(case.outputs))
+    arrival_s = np.array(case.arrivals_ps) / 1e12
+    return Requests(arrival_s, np.array(case.prompts), np.array(case.outputs), case.priorities)
 
 
 def run_batch(cases: Sequence[reference.Case], kind: Kind, **options: Any) -> list[Simulation]:

@@ -25,12 +25,12 @@ class Cost:
 
 def kind_of(case: dict[str, Any]) -> Kind:
     limited = case["engine"]["long_prefill_token_threshold"] > 0
-    return Kind(limited, limited, case["engine"]["async_scheduling"])
+    return Kind(limited, limited, case["engine"]["async_scheduling"], case["engine"]["policy"] == "priority")
 
 
 def modelled(name: str) -> bool:
     engine = load(name)[0]["engine"]
-    return not engine["enable_prefix_caching"] and engine["policy"] == "fcfs"
+    return not engine["enable_prefix_caching"]
 
 
 NAMES = [name for name in ALL_NAMES if modelled(name)]
@@ -43,7 +43,8 @@ def parts(case: dict[str, Any]) -> tuple[Requests, EngineConfig, Cost]:
         *((request["arrival"], request["prompt_len"], request["output_len"]) for request in case["requests"]),
         strict=True,
     )
-    requests = Requests(np.array(arrival) / 1e6, np.array(prompt), np.array(output))
+    priority = np.array([request.get("priority", 0) for request in case["requests"]])
+    requests = Requests(np.array(arrival) / 1e6, np.array(prompt), np.array(output), priority)
     return requests, EngineConfig(**case["engine"]), Cost(case["cost"], kind_of(case).tables)
 
 
@@ -63,7 +64,7 @@ def expected_outcome(expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_there_are_golden_cases():
-    assert len(NAMES) == 34
+    assert len(NAMES) == 37
 
 
 def with_tail(case: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Traces(NamedTuple):
     prompt: Any  # [K, N] int32
     output: Any  # [K, N] int32
     arrival_ps: Any  # [K, N] int64, INFINITE beyond the end
+    ranked: Any = None  # [K, 3, N] int32 under the policy "priority", see priority.ranks
 
 
 class Job(NamedTuple):
@@ -68,14 +69,14 @@ def devices_mesh(devices: list[Any]) -> Mesh:
 
 def load(limits: Limits, traces: Traces, job: Job) -> State:
     """The initial state of a job."""
-    prompt, output, arrival_ps = (table[job.trace] for table in traces)
+    prompt, output, arrival_ps, ranked = jax.tree.map(lambda table: table[job.trace], traces)
     index = jnp.arange(limits.requests, dtype=jnp.int32)
     exists = arrival_ps < INFINITE
     stretched = jnp.rint(arrival_ps.astype(jnp.float64) * job.stretch).astype(jnp.int64)
     sent = jnp.where(index < job.clients, 0, INFINITE)
     start = jnp.where(exists, jnp.where(job.clients > 0, sent, stretched), INFINITE)
     output = jnp.minimum(output, job.max_model_len - prompt)
-    return initial(limits, prompt, output, start, job.knobs)
+    return initial(limits, prompt, output, start, ranked, job.knobs)
 
 
 def advance(

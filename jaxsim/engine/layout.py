@@ -35,10 +35,20 @@ PROMPT = 13
 OUTPUT = 14
 LINK = 15  # preempted: the next in the waiting queue; resumed: the next whose gap is to be counted
 
+# Under the policy "priority" each request has a ticket and each rank a place; see priority.py.
+TICKET, PLACE = 4, 3
+RANK = 0
+PREVIOUS = 1  # the request of the same priority that arrived before it, or NONE
+CLASS = 2  # rank of the first request of the same priority and arrival, once it has arrived
+PLAN = 3  # tokens that the iteration being planned gives to the prompt in progress
+REQUEST = 0  # of the rank
+OLDEST, NEWEST = 1, 2  # a class that runs: first and last of the list of its running requests, which BELOW links
+
 # Widths of the prefix cache's rows, whose fields prefix.py names.
 SEGMENT, NODE, VISITOR, HOLD = 9, 3, 11, 3
 
 SINKS = 16  # cells that take the writes of what did not happen, one each so that no index occurs twice
+PRIORITY_SINKS = 32  # SINKS under the policy "priority"
 PREFIX_SINKS = 48
 
 
@@ -56,6 +66,7 @@ class Limits:
     trace: bool = False
     static: bool = False  # static batching
     asynchronous: bool = False  # async scheduling
+    priority: bool = False  # the policy "priority"
     fenced: bool = True  # store intermediate results: on CPUs
     nodes: int = 0  # prefix caching: nodes of the trie, rows for segments (0 for no caching) and for holds
     segments: int = 0
@@ -78,12 +89,29 @@ class Limits:
         return self.buckets + self.ring
 
     @property
-    def sinks(self) -> int:
+    def tickets(self) -> int:
         return self.words + self.ring // 32
 
     @property
+    def places(self) -> int:
+        return self.tickets + (self.requests + 1) * TICKET
+
+    @property
+    def waiting_words(self) -> int:
+        return self.places + self.requests * PLACE
+
+    @property
+    def class_words(self) -> int:
+        return self.waiting_words + self.requests // 32
+
+    @property
+    def sinks(self) -> int:
+        return self.class_words + self.requests // 32 if self.priority else self.tickets
+
+    @property
     def memory(self) -> int:
-        return -(-(self.sinks + SINKS) // ROW) * ROW  # rows do not straddle cache lines
+        size = self.sinks + (PRIORITY_SINKS if self.priority else SINKS)
+        return -(-size // ROW) * ROW  # rows do not straddle cache lines
 
     @property
     def prefix(self) -> bool:

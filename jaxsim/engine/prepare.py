@@ -11,6 +11,7 @@ from jaxsim.engine.cost import Cost, CostTable
 from jaxsim.engine.lanes import Job, Traces
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
 from jaxsim.engine.leap import MOST
+from jaxsim.engine.priority import ranks
 from jaxsim.engine.types import LARGEST, LATEST_S, EngineConfig, Requests, is_integer, picoseconds
 from jaxsim.errors import ConfigError
 
@@ -59,11 +60,17 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         output=np.ones(shape, np.int32),
         arrival_ps=np.full(shape, INFINITE, np.int64),
     )
+    by_priority = settings.engine[0].by_priority
+    if by_priority:
+        traces = traces._replace(ranked=np.zeros((shape[0], 3, shape[1]), np.int32))
     for i, (listed, order) in enumerate(zip(lists.values(), orders, strict=True)):
         traces.prompt[i, : len(order)] = np.asarray(listed.prompt_len)[order]
         traces.output[i, : len(order)] = np.asarray(listed.output_len)[order]
         times = 0.0 if keys_closed[i] else listed.arrival_s
         traces.arrival_ps[i, : len(order)] = np.broadcast_to(picoseconds(times), order.shape)[order]
+        if by_priority:
+            levels = np.zeros(len(order)) if listed.priority is None else np.asarray(listed.priority)
+            traces.ranked[i] = ranks(levels[order], shape[1])
 
     engines = settings.engine
     budget = max(engine.max_num_batched_tokens for engine in engines)
@@ -89,6 +96,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         trace=trace,
         static=engines[0].batching == "static",
         asynchronous=engines[0].overlaps,
+        priority=by_priority,
         fenced=jax.default_backend() == "cpu",
         **rows,
     )

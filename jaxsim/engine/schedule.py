@@ -1,7 +1,7 @@
 """The decisions of schedule(): who leaves, which prompt goes on, who is admitted.
 
-The rules are those of vLLM 0.33.0 (v1/core/sched/scheduler.py) under FCFS, where running requests are always ahead of
-waiting ones in the order of arrival. Three things follow:
+The rules are those of vLLM 0.33.0 (v1/core/sched/scheduler.py); priority.py says what the policy "priority" changes.
+Under FCFS running requests are always ahead of waiting ones in the order of arrival. Three things follow:
 - the victim of a preemption is the top of the stack of admissions, and the preempted stand in front of the queue;
 - the requests that cannot get a block are the last ones, so all decodes may be scheduled as one count, before the
   prompts in progress, and requests are preempted until what remains fits;
@@ -22,11 +22,13 @@ from jaxsim.engine.layout import (
     NEXT,
     NONE,
     OUTPUT,
+    PREEMPTIONS,
     PREV,
     PROMPT,
     Knobs,
     Limits,
 )
+from jaxsim.engine.priority import Outcome, plan, wish
 from jaxsim.engine.state import State
 
 
@@ -43,6 +45,9 @@ class Look(NamedTuple):
     arrives_ps: jax.Array  # int64, arrival of the first fresh request
     arrives_next_ps: jax.Array  # int64, and of the one after it
     arrived: jax.Array  # fresh requests that have arrived; only with Limits.threshold, else 0
+    turn: Any = None  # priority.Turn with Limits.priority
+    leaver_ticket: Any = None  # [TICKET] with Limits.priority
+    joiner_ticket: Any = None
 
 
 class Pass1(NamedTuple):
@@ -78,6 +83,9 @@ class Pass1(NamedTuple):
     left: jax.Array
     taken: Any = None  # with Limits.prefix: blocks that this iteration's decodes have taken before a preemption
     takes: Any = None  # and blocks to take from the free queue now
+    pops: Any = None  # with Limits.priority, bool: `leaver` leaves the list of running requests
+    plans: Any = None  # bool: the chunk is only planned
+    queue: Any = None  # priority.Queue with the plan
 
 
 class Pass2(NamedTuple):
@@ -102,6 +110,7 @@ class Pass2(NamedTuple):
     left: jax.Array
     newest: jax.Array
     hits: Any = None  # Hits with Limits.prefix
+    queued: Any = None  # with Limits.priority: requests that have entered the queue and wait
 
 
 class Hits(NamedTuple):
@@ -151,7 +160,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     called, threshold = s.called, s.threshold
     if limits.threshold:
         # The threshold holds for all of a schedule() call and counts the requests at its start.
-        requests = running + s.preempted_count + look.arrived
+        requests = running + (s.queue.queued if limits.priority else s.preempted_count) + look.arrived
         share = jnp.where(knobs.adaptive, quotient(knobs.budget, jnp.maximum(requests, 1)), 0)
         limit = jnp.where((knobs.threshold > 0) & (requests > 1), jnp.maximum(knobs.threshold, share), 0)
         threshold = jnp.where(called, threshold, limit)
@@ -160,7 +169,14 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     else:
         computed, known = s.prompt_done, s.prompt_known
 
-    chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
+    wanted: Any = None
+    if limits.priority:
+        asked = jnp.where(s.begun, 0, due)
+        tokens = cut(known - computed, threshold)
+        wanted = wish(limits, knobs, s.queue, look, s.begun, tokens, budget, asked, running - decodes, free)
+        chunk = jnp.where(look.prompted, wanted.tokens, 0)
+    else:
+        chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
     taken: Any = None
     takes: Any = None
@@ -169,12 +185,18 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         due = due - taken
     due = jnp.where(s.begun, 0, due)
     demand = due + jnp.where(look.prompted, chunk_blocks, 0)
+    decodes_fit: Any = None
+    if limits.priority:
+        demand = demand + wanted.blocks
+        decodes_fit = due <= free
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
     pops = scheduling & ~finishes & ~fits
     drops = pops & (gone[GENERATED] >= gone[OUTPUT]) & (gone[FIT] == s.now) if limits.asynchronous else jnp.bool_(False)
     preempts = pops & (gone[GENERATED] < gone[OUTPUT])
     passes = scheduling & fits
+    if limits.priority:
+        passes = passes & ~wanted.plans
 
     # With a threshold the victim may have been counted among the decodes of this very iteration.
     if limits.threshold:
@@ -205,9 +227,16 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     begun = s.begun | passes
     continues = passes & look.prompted & (chunk > 0)
     left = jnp.where(begun, budget + count(counted) - jnp.where(passes, chunk, 0), s.left)
-    cursor = s.cursor
+    cursor: Any = s.cursor
+    queue, plans = None, None
+    if limits.priority:
+        decided = scheduling & (fits | pops)
+        plans = decided & wanted.plans & ~pops
+        outcome = Outcome(decided, pops, passes, decodes_fit, in_prompt, victim_computed, chunk, chunk_blocks)
+        queue = plan(limits, knobs, s.queue, look, wanted, outcome)
     if limits.threshold:
-        cursor = jnp.where(passes & look.prompted, jnp.where(left > 0, row[NEXT], NONE), cursor)
+        rest: Any = jnp.where(queue.planned, queue.tokens, left) if limits.priority else left
+        cursor = jnp.where(passes & look.prompted, jnp.where(rest > 0, row[NEXT], NONE), cursor)
         cursor = jnp.where(in_prompt & (look.leaver == look.joiner) & look.prompted, NONE, cursor)
     return Pass1(
         more_finish=more_finish,
@@ -234,12 +263,15 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         decodes=decodes - count(decoding),
         context=context - jnp.where(decoding, victim_computed, 0),
         running=running - count(preempts),
-        preempted_head=jnp.where(preempts, look.leaver, s.preempted_head),
+        preempted_head=s.preempted_head if limits.priority else jnp.where(preempts, look.leaver, s.preempted_head),
         preempted_count=s.preempted_count + count(preempts),
-        newest=jnp.where(pops, gone[BELOW], s.newest),
+        newest=s.newest if limits.priority else jnp.where(pops, gone[BELOW], s.newest),
         left=left,
         taken=taken,
         takes=takes,
+        pops=pops if limits.priority else None,
+        plans=plans,
+        queue=queue,
     )
 
 
@@ -256,7 +288,13 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     """The head of the waiting queue, unless a prompt in progress took its turn in this step."""
     row = look.row
     known = row[PROMPT] + row[GENERATED]
-    head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.look_ps)
+    queued: Any = None
+    if limits.priority:
+        queued = s.queue.queued + count(look.turn.enters)
+        # The head is known when all that have arrived are in the queue.
+        head_waits = (queued > 0) & ~look.turn.more_enter
+    else:
+        head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.look_ps)
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
     hit: Any = 0
@@ -283,13 +321,18 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     head_complete = admits & (tokens == needed)
     joins = head_complete | p.prompt_complete
 
-    from_preempted = admits & (s.preempted_head != NONE)
-    from_fresh = admits & (s.preempted_head == NONE)
-    preempted_head = jnp.where(from_preempted, row[LINK], p.preempted_head)
+    if limits.priority:
+        from_preempted, from_fresh = admits & (row[PREEMPTIONS] > 0), look.turn.enters
+        preempted_head = p.preempted_head
+        queued = queued - count(admits) + count(p.preempts)
+    else:
+        from_preempted = admits & (s.preempted_head != NONE)
+        from_fresh = admits & (s.preempted_head == NONE)
+        preempted_head = jnp.where(from_preempted, row[LINK], p.preempted_head)
     arrives_ps = jnp.where(from_fresh, look.arrives_next_ps, look.arrives_ps)
     running = p.running + count(admits)
     left = p.left - jnp.where(admits, tokens, 0)
-    head_waits = (preempted_head != NONE) | (arrives_ps <= s.look_ps)
+    head_waits = (queued > 0 if limits.priority else preempted_head != NONE) | (arrives_ps <= s.look_ps)
     more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
     runs = look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE)
     hits, held = None, blocks
@@ -320,8 +363,9 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         running=running,
         free=p.free - jnp.where(admits, held, 0),
         left=left,
-        newest=jnp.where(admits, look.joiner, p.newest),
+        newest=p.newest if limits.priority else jnp.where(admits, look.joiner, p.newest),
         hits=hits,
+        queued=queued,
     )
 
 

@@ -95,7 +95,7 @@ def _run(
     # Static and continuous batching, async scheduling and prefix caching are different programs.
     programs: dict[tuple, list[int]] = {}
     for i, engine in enumerate(settings.engine):
-        kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching)
+        kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching, engine.by_priority)
         programs.setdefault((kind, 1), []).append(i)
     while programs:
         (kind, room), index = programs.popitem()

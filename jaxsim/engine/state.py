@@ -19,6 +19,7 @@ from jaxsim.engine.layout import (
     Limits,
     split_time,
 )
+from jaxsim.engine.priority import initial_memory, initial_queue
 from jaxsim.engine.statistics import Statistics
 from jaxsim.engine.types import Status
 
@@ -73,6 +74,7 @@ class State(NamedTuple):
     joined_fresh: jax.Array  # bool: one of them gets its first token
     statistics: Statistics
     cache: Any = None  # prefix.Cache with Limits.prefix
+    queue: Any = None  # priority.Queue with Limits.priority
 
 
 class Event(NamedTuple):
@@ -97,24 +99,27 @@ class Event(NamedTuple):
     free: jax.Array
 
 
-def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: jax.Array, knobs: Knobs) -> State:
+def initial(
+    limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: jax.Array, ranked: jax.Array | None, knobs: Knobs
+) -> State:
     """The state before the first event.
 
     prompt, output: [N] int32, output capped by max_model_len; arrival_ps: [N] int64, ascending, INFINITE where unknown
-    or beyond num_requests.
+    or beyond num_requests; ranked: [3, N] with Limits.priority, see priority.ranks.
     """
     rows = jnp.full((limits.requests + 1, ROW), NONE, jnp.int32)
     rows = rows.at[:-1, PROMPT].set(prompt).at[:-1, OUTPUT].set(output)
     rows = rows.at[:, PREEMPTIONS].set(0).at[:, RECOMPUTED].set(0).at[:, GENERATED].set(0)
     arrivals = jnp.concatenate([arrival_ps, jnp.full(2, INFINITE, jnp.int64)])
-    memory = jnp.concatenate(
-        [
-            rows.reshape(-1),
-            jnp.stack(split_time(arrivals), axis=1).reshape(-1),
-            jnp.full(2 * limits.requests + limits.ring, NONE, jnp.int32),
-            jnp.zeros(limits.memory - limits.words, jnp.int32),
-        ]
-    )
+    regions = [
+        rows.reshape(-1),
+        jnp.stack(split_time(arrivals), axis=1).reshape(-1),
+        jnp.full(2 * limits.requests + limits.ring, NONE, jnp.int32),
+    ]
+    if ranked is not None:
+        regions += [jnp.zeros(limits.tickets - limits.words, jnp.int32), initial_memory(limits, ranked)]
+    regions.append(jnp.zeros(limits.memory - sum(region.size for region in regions), jnp.int32))
+    memory = jnp.concatenate(regions)
     zero, none, false = jnp.int32(0), jnp.int32(NONE), jnp.bool_(False)
     known = jnp.sum(arrival_ps < INFINITE, dtype=jnp.int32)
     fields: dict[str, Any] = dict.fromkeys(State._fields, zero)
@@ -132,5 +137,6 @@ def initial(limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: ja
         "pairs": jnp.int64(0),
         "statistics": Statistics.zero(),
         "cache": initial_cache(limits, knobs) if limits.prefix else None,
+        "queue": initial_queue(limits) if limits.priority else None,
     }
     return State(**fields)

@@ -5,12 +5,12 @@ iteration takes as many steps as it has finishes, preemptions, admissions or pro
 after it up to the next event take none.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxsim.engine import leap
+from jaxsim.engine import leap, priority
 from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
@@ -127,6 +127,13 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         arrives_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head), back_ps, arrives_ps)
         arrives_next_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head + 1), back_ps, arrives_next_ps)
         arrived = arrived + count(returns & (back_ps <= s.look_ps))
+    turn: Any = None
+    if limits.priority:
+        turn = priority.turn(limits, s.queue, s.memory, active, s.fresh_head, s.look_ps, arrives_ps, arrives_next_ps)
+        if limits.threshold:
+            prompt = jnp.where(s.queue.planning, s.queue.cursor, prompt)
+        leaver = jnp.where(finishes, finisher, turn.victim)
+        joiner = jnp.where(prompt != NONE, prompt, turn.head)
     return Look(
         active=active,
         finishes=finishes,
@@ -138,6 +145,9 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         arrives_ps=arrives_ps,
         arrives_next_ps=arrives_next_ps,
         arrived=arrived,
+        turn=turn,
+        leaver_ticket=priority.ticket(limits, s.memory, leaver) if limits.priority else None,
+        joiner_ticket=priority.ticket(limits, s.memory, joiner) if limits.priority else None,
     )
 
 
@@ -239,12 +249,15 @@ def bound_leap(
         stays_refused = jnp.bool_(False)
     blocked = full | in_progress | stays_refused
     look_ps = s.clock_ps if limits.asynchronous else i.end_ps
-    queued = (a.preempted_head != NONE) | (a.arrives_ps <= look_ps)
+    queued = (a.queued > 0 if limits.priority else a.preempted_head != NONE) | (a.arrives_ps <= look_ps)
     rest = quotient(prompts.known - prompts.done - 1, jnp.maximum(i.chunk, 1))
     bound = jnp.where(in_progress, jnp.minimum(completion, rest), jnp.where(i.decodes > 0, completion, 0))
     bound = jnp.minimum(bound, leap.fitting(i.free, i.decodes, i.chunk, knobs.block_size))
     bound = jnp.minimum(bound, knobs.leap)
     stop = ~i.works | (queued & ~blocked)
+    if limits.priority:  # an arrival may become the head
+        blocked = full | in_progress
+        stop = stop | ((a.arrives_ps <= look_ps) & ~blocked)
     if limits.threshold:
         stop = stop | in_progress
     if limits.prefix:
@@ -287,6 +300,7 @@ def leap_on(
 def write(
     limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2, i: Iteration, words: Words,
     below_in_bucket: jax.Array, leaps: jax.Array, pending_before: jax.Array | None, joined_fresh: jax.Array,
+    marks: priority.Marks | None,
 ) -> jax.Array:  # fmt: skip
     """The memory after the step: two half rows and a dozen single cells."""
     pick = jnp.where
@@ -295,6 +309,8 @@ def write(
     fit_bucket = fit & (limits.ring - 1)
     # No write may overtake a read of this step, or XLA copies the memory: those that lead to `leaps` come first.
     nothing = jnp.minimum(leaps, 0)
+    if marks is not None:
+        nothing = jnp.minimum(nothing, marks.least)
     sink_row = limits.requests * ROW + nothing
     clock_low, clock_high = split_time(s.clock_ps)
     knows_last = p.decoding | look.finishes
@@ -307,7 +323,7 @@ def write(
             pick(look.finishes | p.drops, gone[OUTPUT], p.generated),
             gone[PROMPT],
             gone[OUTPUT],
-            pick(p.preempts, s.preempted_head, gone[LINK]),
+            gone[LINK] if limits.priority else pick(p.preempts, s.preempted_head, gone[LINK]),
         ]
     )
     opens = a.admits & (row[PREEMPTIONS] == 0)
@@ -322,7 +338,7 @@ def write(
     entry = jnp.stack(
         [
             *place,
-            pick(a.admits, p.newest, row[BELOW]),
+            pick(a.admits, NONE if limits.priority else p.newest, row[BELOW]),
             pick(opens, clock_low, row[FIRST_SCHEDULED]),
             pick(opens, clock_high, row[FIRST_SCHEDULED + 1]),
             pick(a.first_token, s.log_size, row[FIRST_TOKEN]),
@@ -365,6 +381,8 @@ def write(
         ]
     if pending_before is not None:
         cells += [(a.joins & ~a.first_token, look.joiner * ROW + LINK, pending_before)]
+    if marks is not None:
+        cells += marks.cells
     return write_cells(memory, limits.sinks, cells)
 
 
@@ -451,9 +469,11 @@ def step(
     j = fence(on, lambda: leap_on(limits, knobs, a, prompts, i, need, bound, blocked, queued))
 
     pending_before = s.statistics.pending if limits.statistics else None
+    marks = priority.mark(limits, s.queue, s.memory, s.fresh_head, look, p, a) if limits.priority else None
     memory = write(
-        limits, knobs, s, look, p, a, i, words, below_in_bucket, j.iterations, pending_before, collected["joined_fresh"]
-    )
+        limits, knobs, s, look, p, a, i, words, below_in_bucket, j.iterations, pending_before,
+        collected["joined_fresh"], marks,
+    )  # fmt: skip
     statistics, event = s.statistics, None
     # An empty schedule() waits for the iteration in flight, then tries again with what that has freed.
     drains = a.runs & ~i.works & s.in_flight
@@ -464,7 +484,7 @@ def step(
         last_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations - 1, s.clock_ps, limits.asynchronous)
         waiting = (
             p.dropped
-            + a.preempted_count
+            + (a.queued if limits.priority else a.preempted_count)
             + arrived_by(limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.look_ps))
         )
     if settle_row is not None:
@@ -536,7 +556,9 @@ def step(
 
     # An empty schedule: after a preemption try again at once, otherwise wait for the next arrival or stop.
     later_ps = jnp.int64(INFINITE)
-    if limits.threshold:
+    if limits.priority:
+        later_ps = a.arrives_ps  # an arrival may become the head
+    elif limits.threshold:
         # An arrival brings the threshold that a lone prompt lacked, with which it may fit.
         later_ps, _ = arrivals(limits, memory, jnp.minimum(a.fresh_head + look.arrived, limits.requests))
     wake_ps = jnp.where(a.head_waits, later_ps, a.arrives_ps)
@@ -550,7 +572,9 @@ def step(
     clock_ps = jnp.where(wakes, wake_ps, i.end_ps + j.time_ps)
     status = jnp.where(over, jnp.int32(Status.DONE), jnp.where(stuck, jnp.int32(Status.STUCK), s.status))
     status = jnp.where(look.active & (clock_ps >= OVERTIME), jnp.int32(Status.OVERTIME), status)
-    cache = None
+    cache, queue = None, None
+    if limits.priority:
+        queue = priority.after(p.queue, marks, a.queued, a.runs)
     if limits.prefix:
         cache = post(limits, knobs, s, look, p, a, j.blocks)
         status = jnp.where(s.cache.overflow, jnp.int32(Status.OVERFLOW), status)
@@ -593,5 +617,6 @@ def step(
         left=jnp.where(a.runs, 0, a.left),
         statistics=statistics,
         cache=cache,
+        queue=queue,
         **collected,
     ), event

@@ -44,11 +44,6 @@ class Requests(NamedTuple):
     output_stream: Any = None  # [N] names of the streams of output tokens
 
 
-UNBUILT = {
-    "policy": ("fcfs", "only the policy fcfs is modelled"),
-}
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """One setting of the server, in vLLM's names. Raises `ConfigError` for a value that vLLM would refuse.
@@ -80,10 +75,13 @@ class EngineConfig:
         """Whether iterations are scheduled while the one before runs: a batch of static batching never is."""
         return self.async_scheduling and self.batching == "continuous"
 
+    @property
+    def by_priority(self) -> bool:
+        return self.policy == "priority"
+
     def __post_init__(self) -> None:
-        for key, (built, allowed) in UNBUILT.items():
-            if getattr(self, key) != built:
-                raise ConfigError(f"engine.{key}", getattr(self, key), allowed)
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError("engine.policy", self.policy, "must be fcfs or priority")
         positive = ["max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "max_model_len", "block_size"]
         for key in positive + (["max_num_active_seqs"] if self.max_num_active_seqs is not None else []):
             value = getattr(self, key)
@@ -110,6 +108,11 @@ class EngineConfig:
             raise ConfigError("engine.enable_prefix_caching", True, "must be false when batching=static")
         if self.enable_prefix_caching and self.async_scheduling:
             allowed = "must be false with async_scheduling=true: the two are not modelled together"
+            raise ConfigError("engine.enable_prefix_caching", True, allowed)
+        if self.by_priority and self.batching == "static":
+            raise ConfigError("engine.policy", self.policy, "must be fcfs when batching=static")
+        if self.by_priority and self.enable_prefix_caching:
+            allowed = "must be false with policy=priority: the two are not modelled together"
             raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")

@@ -1,0 +1,294 @@
+"""The policy "priority": who is at the head of the queue, and who is preempted.
+
+vLLM 0.33.0 (v1/core/sched/request_queue.py, scheduler.py) keeps the waiting requests, preempted ones among them, in a
+heap by (priority, arrival, id), and preempts the running request with the largest (priority, arrival), of several the
+one that was admitted first. Ids compare in the order of the list.
+
+Requests arrive in the order in which they are numbered, so their ranks by (priority, arrival, id) are known beforehand:
+the queue is a bitmap over ranks, in two levels like the calendar's. Requests of equal priority and arrival are a class,
+named by the rank of its first. A second bitmap says which classes run, and each class has a list of its running
+requests by admission. Victims are taken from the front of a list; those that finish stay until they come to the front.
+
+Pass 1 in list order and "preempt until what remains fits" come to the same: a preemption happens exactly while those
+looked at and the requester together want more than there is, and it always hits the largest class. Only a prompt's
+tokens depend on what was scheduled before it and are fixed before its first victim: `reserved`. With a threshold, where
+prompts already scheduled may be victims, an iteration that might not fit is planned prompt by prompt, then scheduled.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxsim.engine.blocks import blocks_for, quotient
+from jaxsim.engine.calendar import FAR, bit, mark_word, trailing_zeros
+from jaxsim.engine.layout import (
+    BELOW,
+    CLASS,
+    NEWEST,
+    NEXT,
+    NONE,
+    OLDEST,
+    PLACE,
+    PLAN,
+    PREVIOUS,
+    RANK,
+    REQUEST,
+    ROW,
+    TICKET,
+    Knobs,
+    Limits,
+    join_time,
+    read,
+    read_cell,
+)
+
+
+class Queue(NamedTuple):
+    """The part of the state that only this policy has; scalars int32 unless noted."""
+
+    waiting: jax.Array  # [T], upper level of the bitmap of waiting requests
+    classes: jax.Array  # [T], of the bitmap of classes that run
+    queued: jax.Array  # requests in the bitmap; those that arrived are entered one a step
+    reserved: jax.Array  # tokens of the prompt for which requests are being preempted, or 0
+    cursor: jax.Array  # with Limits.threshold: the next prompt to plan, or NONE
+    planning: jax.Array  # bool: the iteration is being planned
+    planned: jax.Array  # bool: it is planned, and now scheduled
+    tokens: jax.Array  # of the plan that are not yet scheduled
+    blocks: jax.Array  # that they take
+
+
+class Turn(NamedTuple):
+    """Whom the policy puts first in a step."""
+
+    enters: jax.Array  # bool: the next request to arrive joins the queue
+    more_enter: jax.Array  # bool: and the one after it has arrived as well
+    entrant_rank: jax.Array
+    entrant_class: jax.Array
+    head: jax.Array  # of the queue, the entrant included; any request if it is empty
+    head_rank: jax.Array
+    head_class: jax.Array
+    victim: jax.Array  # first of the largest running class, or a finished request before it, or NONE
+    victim_class: jax.Array
+
+
+class Marks(NamedTuple):
+    """What a step writes for the policy."""
+
+    cells: list[tuple[jax.Array, jax.Array, jax.Array]]
+    waiting: jax.Array  # [T]
+    classes: jax.Array  # [T]
+    least: jax.Array  # no less than 0; known when all has been read
+
+
+def ranks(priority: np.ndarray, size: int) -> np.ndarray:
+    """Rank of each request, the request of each rank, and the one of the same priority before each; [3, size] int32.
+
+    priority: [N] in order of arrival.
+    """
+    result = np.full((3, size), NONE, np.int32)
+    result[:2] = np.arange(size)
+    order = np.argsort(priority, kind="stable")
+    result[0, order] = np.arange(len(order))
+    result[1, : len(order)] = order
+    same = priority[order[1:]] == priority[order[:-1]]
+    result[2, order[1:]] = np.where(same, order[:-1], NONE)
+    return result
+
+
+def initial_queue(limits: Limits) -> Queue:
+    zero, none, false = jnp.int32(0), jnp.int32(NONE), jnp.bool_(False)
+    tops = jnp.zeros(-(-limits.requests // 1024), jnp.int32)
+    return Queue(tops, tops, zero, zero, none, false, false, zero, zero)
+
+
+def initial_memory(limits: Limits, ranked: jax.Array) -> jax.Array:
+    """The policy's region of the memory; ranked: [3, N], see `ranks`."""
+    tickets = jnp.zeros((limits.requests + 1, TICKET), jnp.int32)
+    tickets = tickets.at[:-1, RANK].set(ranked[0]).at[:-1, PREVIOUS].set(ranked[2])
+    places = jnp.full((limits.requests, PLACE), NONE, jnp.int32).at[:, REQUEST].set(ranked[1])
+    bitmaps = jnp.zeros(limits.sinks - limits.waiting_words, jnp.int32)
+    return jnp.concatenate([tickets.reshape(-1), places.reshape(-1), bitmaps])
+
+
+def ticket(limits: Limits, memory: jax.Array, request: jax.Array) -> jax.Array:
+    return read(memory, limits.tickets + jnp.maximum(request, 0) * TICKET, TICKET)
+
+
+def lowest(memory: jax.Array, words: int, tops: jax.Array) -> jax.Array:
+    """The lowest position that is set in a bitmap of two levels, FAR if none is."""
+    index = jnp.arange(tops.shape[0], dtype=jnp.int32)
+    word = jnp.min(jnp.where(tops != 0, 32 * index + trailing_zeros(tops), FAR))
+    bits = read_cell(memory, words + jnp.where(word == FAR, 0, word))
+    return jnp.where(word == FAR, FAR, 32 * word + trailing_zeros(bits))
+
+
+def highest(memory: jax.Array, words: int, tops: jax.Array) -> jax.Array:
+    """The highest position that is set, NONE if none is."""
+    index = jnp.arange(tops.shape[0], dtype=jnp.int32)
+    word = jnp.max(jnp.where(tops != 0, 32 * index + 31 - lax.clz(tops), NONE))
+    bits = read_cell(memory, words + jnp.maximum(word, 0))
+    return jnp.where(word == NONE, NONE, 32 * word + 31 - lax.clz(bits))
+
+
+def turn(
+    limits: Limits,
+    queue: Queue,
+    memory: jax.Array,
+    active: jax.Array,
+    entrant: jax.Array,
+    look_ps: jax.Array,
+    arrives_ps: jax.Array,
+    arrives_next_ps: jax.Array,
+) -> Turn:
+    """`entrant` is the next request to enter, which arrives at `arrives_ps`; the one after it at `arrives_next_ps`."""
+    enters = active & (arrives_ps <= look_ps)
+    mine = ticket(limits, memory, entrant)
+    before = jnp.maximum(mine[PREVIOUS], 0)
+    words = read(memory, limits.arrivals + 2 * before, 2)
+    tie = (mine[PREVIOUS] != NONE) & (join_time(words[0], words[1]) == arrives_ps)
+    entrant_class = jnp.where(tie, ticket(limits, memory, before)[CLASS], mine[RANK])
+    head_rank = jnp.minimum(lowest(memory, limits.waiting_words, queue.waiting), jnp.where(enters, mine[RANK], FAR))
+    head_rank = jnp.minimum(head_rank, limits.requests - 1)
+    head = read_cell(memory, limits.places + head_rank * PLACE + REQUEST)
+    victim_class = highest(memory, limits.class_words, queue.classes)
+    victim = read_cell(memory, limits.places + jnp.maximum(victim_class, 0) * PLACE + OLDEST)
+    return Turn(
+        enters=enters,
+        more_enter=jnp.where(enters, arrives_next_ps, arrives_ps) <= look_ps,
+        entrant_rank=mine[RANK],
+        entrant_class=entrant_class,
+        head=head,
+        head_rank=head_rank,
+        head_class=jnp.where(enters & (head == entrant), entrant_class, ticket(limits, memory, head)[CLASS]),
+        victim=jnp.where(victim_class == NONE, NONE, victim),
+        victim_class=victim_class,
+    )
+
+
+def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, look: Any, p: Any, a: Any) -> Marks:
+    """Bitmaps and lists after a step: an arrival, and an admission or a departure from the list of running requests."""
+    who: Turn = look.turn
+    leaver, joiner, below = look.leaver, look.joiner, look.gone[BELOW]
+    place_of = lambda word, position: word + (position >> 5)  # noqa: E731
+
+    rank = jnp.where(a.admits, who.head_rank, look.leaver_ticket[RANK])
+    changes = a.admits | p.preempts
+    cell, entry = place_of(limits.waiting_words, rank), place_of(limits.waiting_words, who.entrant_rank)
+    same = changes & (cell == entry)
+    changed, entered = read_cell(memory, cell), read_cell(memory, entry)
+    changed = jnp.where(who.enters & same, changed | bit(who.entrant_rank), changed)
+    changed = jnp.where(a.admits, changed & ~bit(rank), changed | bit(rank))
+    entered = entered | bit(who.entrant_rank)
+    waiting = mark_word(queue.waiting, who.entrant_rank >> 5, who.enters, jnp.bool_(True))
+    waiting = mark_word(waiting, rank >> 5, changes, changed != 0)
+
+    group = jnp.maximum(jnp.where(a.admits, who.head_class, who.victim_class), 0)
+    moves = a.admits | p.pops
+    word = place_of(limits.class_words, group)
+    running = read_cell(memory, word)
+    alone = (running & bit(group)) == 0
+    left = running | bit(group)
+    left = jnp.where(p.pops & (below == NONE), left & ~bit(group), left)
+    classes = mark_word(queue.classes, group >> 5, moves, left != 0)
+    place = limits.places + group * PLACE
+    newest = read_cell(memory, place + NEWEST)
+
+    cells = [
+        (changes, cell, changed),
+        (who.enters & ~same, entry, entered),
+        (who.enters, limits.tickets + entrant * TICKET + CLASS, who.entrant_class),
+        (moves, word, left),
+        (p.pops | (a.admits & alone), place + OLDEST, jnp.where(a.admits, joiner, below)),
+        (a.admits, place + NEWEST, joiner),
+        (a.admits & ~alone, newest * ROW + BELOW, joiner),
+    ]
+    if limits.threshold:
+        planned = limits.tickets + jnp.where(p.preempts, leaver, joiner) * TICKET + PLAN
+        cells.append((p.plans | p.continues | p.preempts, planned, jnp.where(p.plans, p.chunk, 0)))
+    read_all = [lax.population_count(value) for value in (changed, entered, left)] + [newest + 1, who.entrant_class]
+    least = read_all[0]
+    for value in read_all[1:]:
+        least = jnp.minimum(least, value)
+    return Marks(cells, waiting, classes, least)
+
+
+class Wish(NamedTuple):
+    """What pass 1 asks for."""
+
+    plans: jax.Array  # bool: the iteration is only planned as yet
+    budget: jax.Array  # tokens for `joiner` and the prompts behind it
+    tokens: jax.Array  # of `joiner`
+    blocks: jax.Array  # that the plan takes without `joiner`
+
+
+def wish(
+    limits: Limits, knobs: Knobs, queue: Queue, look: Any, begun: jax.Array, wanted: jax.Array, budget: jax.Array,
+    due: jax.Array, prompts: jax.Array, free: jax.Array,
+) -> Wish:  # fmt: skip
+    """`wanted`: tokens that `joiner` lacks; `budget`: tokens for prompts, of which there are at most `prompts`; `due`:
+    blocks that the decodes take, of `free`."""
+    fixed = queue.reserved > 0
+    if not limits.threshold:
+        tokens = jnp.where(fixed, queue.reserved, jnp.minimum(wanted, budget))
+        return Wish(jnp.bool_(False), budget, tokens, jnp.int32(0))
+    most = due + quotient(budget, knobs.block_size) + 1 + prompts
+    plans = ~begun & look.prompted & ~queue.planned & (queue.planning | (most > free))
+    budget = budget - jnp.where(plans, queue.tokens, 0)
+    tokens = jnp.where(fixed, queue.reserved, jnp.minimum(wanted, budget))
+    tokens = jnp.where(queue.planned, look.joiner_ticket[PLAN], tokens)
+    return Wish(plans, budget, tokens, jnp.where(plans, queue.blocks, 0))
+
+
+class Outcome(NamedTuple):
+    """What came of it."""
+
+    decided: jax.Array  # bool: it was granted, or somebody preempted for it
+    pops: jax.Array  # bool: somebody was, or a finished request left the list of running ones
+    passes: jax.Array  # bool: tokens are scheduled
+    decodes_fit: jax.Array  # bool
+    in_prompt: jax.Array  # bool: the victim's prompt was in progress
+    victim_computed: jax.Array
+    tokens: jax.Array  # of `joiner`
+    blocks: jax.Array
+
+
+def plan(limits: Limits, knobs: Knobs, queue: Queue, look: Any, w: Wish, o: Outcome) -> Queue:
+    """The plan after a step."""
+    itself = o.in_prompt & (look.leaver == look.joiner)
+    tokens = jnp.where(look.prompted & o.decodes_fit & ~itself, o.tokens, 0)
+    queue = queue._replace(reserved=jnp.where(o.decided, jnp.where(o.pops, tokens, 0), queue.reserved))
+    if not limits.threshold:
+        return queue
+    steps = o.decided & w.plans
+    adds = steps & ~o.pops
+    cursor = jnp.where(o.pops & ~itself, look.joiner, jnp.where(o.pops | (w.budget > o.tokens), look.row[NEXT], NONE))
+    cursor = jnp.where(steps, cursor, queue.cursor)
+    lost = jnp.where(o.in_prompt, look.leaver_ticket[PLAN], 0)
+    lost_blocks = blocks_for(o.victim_computed + lost, knobs.block_size) - blocks_for(o.victim_computed, knobs.block_size)
+    uses = queue.planned & o.passes & look.prompted
+    return queue._replace(
+        cursor=cursor,
+        planning=jnp.where(steps, cursor != NONE, queue.planning),
+        planned=queue.planned | (steps & (cursor == NONE)),
+        tokens=queue.tokens - lost + jnp.where(adds, o.tokens, 0) - jnp.where(uses, o.tokens, 0),
+        blocks=queue.blocks - lost_blocks + jnp.where(adds, o.blocks, 0),
+    )
+
+
+def after(queue: Queue, marks: Marks, queued: jax.Array, runs: jax.Array) -> Queue:
+    """The state after a step whose plan is in `queue`; an iteration that is complete has none left."""
+    none, false = jnp.int32(NONE), jnp.bool_(False)
+    return Queue(
+        waiting=marks.waiting,
+        classes=marks.classes,
+        queued=queued,
+        reserved=jnp.where(runs, 0, queue.reserved),
+        cursor=jnp.where(runs, none, queue.cursor),
+        planning=jnp.where(runs, false, queue.planning),
+        planned=jnp.where(runs, false, queue.planned),
+        tokens=jnp.where(runs, 0, queue.tokens),
+        blocks=jnp.where(runs, 0, queue.blocks),
+    )
