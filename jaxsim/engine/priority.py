@@ -267,7 +267,8 @@ def plan(limits: Limits, knobs: Knobs, queue: Queue, look: Any, w: Wish, o: Outc
     cursor = jnp.where(o.pops & ~itself, look.joiner, jnp.where(o.pops | (w.budget > o.tokens), look.row[NEXT], NONE))
     cursor = jnp.where(steps, cursor, queue.cursor)
     lost = jnp.where(o.in_prompt, look.leaver_ticket[PLAN], 0)
-    lost_blocks = blocks_for(o.victim_computed + lost, knobs.block_size) - blocks_for(o.victim_computed, knobs.block_size)
+    held = blocks_for(o.victim_computed, knobs.block_size)
+    lost_blocks = blocks_for(o.victim_computed + lost, knobs.block_size) - held
     uses = queue.planned & o.passes & look.prompted
     return queue._replace(
         cursor=cursor,
