@@ -1,10 +1,14 @@
-"""What the engine and the oracle say about a case, in one vocabulary."""
+"""What the engine and the oracle say about a case, in one vocabulary, and what any schedule has to keep."""
 
+import math
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import reference
+from random_cases import Kind, run, run_batch, shaping_case
 
 from jaxsim.engine import Simulation, Status, itl_edges_s
 
@@ -24,6 +28,87 @@ def agree(case: reference.Case, simulation: Simulation, result: reference.Result
     for name in ROUNDED & got.keys():
         assert got.pop(name) == pytest.approx(want.pop(name), rel=1e-12, abs=1e-9), (name, case)
     assert got == want, case
+
+
+def agree_in_a_batch(cases: list[reference.Case], kind: Kind) -> None:
+    """Records and totals equal the oracle's, and neither leaping nor statistics change anything at all.
+
+    Without statistics leaps go further, above all over the chunks of a prompt, which they do without a threshold only.
+    """
+    leaping = run_batch(cases, kind)
+    stepping = run_batch(cases, kind, leap=False)
+    hasty = leaping if kind.threshold else run_batch(cases, kind, statistics=False)
+    for case, one, other, bare in zip([*cases, shaping_case(kind)], leaping, stepping, hasty, strict=True):
+        result = reference.simulate(case)
+        agree(case, one, result)
+        assert records(one) == records(other), case
+        assert totals(one) == totals(other), case
+        if result.stalled <= GIVEN_UP:
+            assert records(one) == records(bare), case
+            assert one.totals.iterations == bare.totals.iterations, case
+        assert one.status == bare.status, case
+
+
+def agree_row_by_row(case: reference.Case) -> None:
+    """Admissions, chunks, preemptions, finishes, start times and free blocks of every iteration."""
+    simulation, result = run(case, trace=True, series=True), reference.simulate(case)
+    keeps_invariants(case, simulation)
+    series_are_rows(case, simulation)
+    agree(case, simulation, result)
+    rows = len(simulation.iterations)
+    assert simulation.iterations == (result.iters[:rows] if result.stalled > GIVEN_UP else result.iters), case
+
+
+def series_are_rows(case: reference.Case, simulation: Simulation) -> None:
+    series, rows, usable = simulation.series, simulation.iterations, case.engine.num_gpu_blocks - 1
+    assert series is not None and len(series) == len(rows)
+    assert series["time_s"].tolist() == [row[1] / 1e12 for row in rows]
+    assert series["running"].tolist() == [row[3] for row in rows]
+    assert series["waiting"].tolist() == [row[4] for row in rows]
+    assert series["kv_usage"].tolist() == pytest.approx([(usable - row[8]) / usable for row in rows])
+    assert series["preemptions"].tolist() == np.cumsum([len(row[10]) for row in rows], dtype=int).tolist()
+
+
+def keeps_invariants(case: reference.Case, simulation: Simulation) -> None:
+    """What holds for every schedule whatever the policy; rows are those of the golden cases."""
+    engine, usable = case.engine, case.engine.num_gpu_blocks - 1
+    seats = engine.max_num_active_seqs or engine.max_num_seqs
+    scheduled, admissions, preemptions, finishes = Counter(), Counter(), Counter(), Counter()
+    clock = 0
+    for row in simulation.iterations:
+        start, duration, running, waiting, prefills, decodes, context, free = row[1:9]
+        sched, out, admitted, finished = row[9:13]
+        assert clock <= start and duration >= 0 and waiting >= 0
+        clock = start + duration
+        tokens = dict(zip(sched[::2], sched[1::2], strict=True))
+        assert len(tokens) * 2 == len(sched) and all(n > 0 for n in tokens.values())
+        assert prefills + decodes == sum(tokens.values()) <= engine.max_num_batched_tokens
+        assert len(tokens) <= running <= seats and context >= sum(tokens.values())
+        assert 0 <= free <= usable
+        assert not (out and admitted) and finished == [rid for rid in tokens if rid in finished]
+        scheduled.update(tokens)
+        preemptions.update(out)
+        admissions.update(admitted[::2])
+        finishes.update(finished)
+    for rid, (prompt, output) in enumerate(zip(case.prompts, case.outputs, strict=True)):
+        assert preemptions[rid] == simulation.num_preemptions[rid]
+        if simulation.status == Status.DONE:
+            produced = min(output, engine.max_model_len - prompt)
+            assert simulation.output_tokens[rid] == produced and finishes[rid] == 1
+            computed = prompt + produced - 1 + int(simulation.recomputed_tokens[rid])
+            if not engine.async_scheduling:  # where a preempted request may finish without coming back
+                assert admissions[rid] == preemptions[rid] + 1
+                assert scheduled[rid] == computed
+            assert scheduled[rid] <= computed
+    if simulation.status == Status.DONE and not engine.async_scheduling:
+        # The blocks in use during the last iteration are those of the requests that finish in it.
+        contexts = [case.prompts[rid] + int(simulation.output_tokens[rid]) - 1 for rid in finished]
+        assert usable - free == sum(math.ceil(tokens / engine.block_size) for tokens in contexts)
+    if simulation.status == Status.DONE:
+        assert (simulation.arrival_ps <= simulation.first_scheduled_ps).all()
+        assert (simulation.first_scheduled_ps <= simulation.first_token_ps).all()
+        assert (simulation.first_token_ps <= simulation.finish_ps).all()
+        assert simulation.finish_ps.max() == clock
 
 
 def agree_until_given_up(case: reference.Case, simulation: Simulation, result: reference.Result) -> None:

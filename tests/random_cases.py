@@ -50,8 +50,9 @@ class Kind(NamedTuple):
 
 PLAIN, RICH = Kind(False, False), Kind(True, True)
 ASYNC_PLAIN, ASYNC_RICH = (kind._replace(asynchronous=True) for kind in (PLAIN, RICH))
-PRIORITY = tuple(kind._replace(priority=True) for kind in (PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH))
-KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH, *PRIORITY
+KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH
+PRIORITY_KINDS = tuple(kind._replace(priority=True) for kind in KINDS)
+PRIORITY_PLAIN, PRIORITY_RICH = PRIORITY_KINDS[:2]
 
 
 @st.composite

@@ -179,6 +179,11 @@ def _check_requests(requests: Requests, max_model_len: int, stretch: float | Non
         if (bad := np.flatnonzero((values < 1) | (values >= LARGEST))).size:
             allowed = f"must be from 1 to {LARGEST - 1} tokens"
             raise ConfigError(f"requests.{name}[{bad[0]}]", values[bad[0]], allowed)
+    if requests.priority is not None:
+        priority = np.asarray(requests.priority)
+        if priority.shape != prompt.shape or priority.dtype.kind not in "iu":
+            allowed = f"must be {len(prompt)} integers, or None"
+            raise ConfigError("requests.priority", f"{priority.dtype}{list(priority.shape)}", allowed)
     if (bad := np.flatnonzero(prompt >= max_model_len)).size:
         allowed = f"must be below max_model_len={max_model_len}; vLLM refuses the request"
         raise ConfigError(f"requests.prompt_len[{bad[0]}]", prompt[bad[0]], allowed)

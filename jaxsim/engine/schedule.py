@@ -228,7 +228,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     continues = passes & look.prompted & (chunk > 0)
     left = jnp.where(begun, budget + count(counted) - jnp.where(passes, chunk, 0), s.left)
     cursor: Any = s.cursor
-    queue, plans = None, None
+    queue: Any = None
+    plans: Any = None
     if limits.priority:
         decided = scheduling & (fits | pops)
         plans = decided & wanted.plans & ~pops

@@ -469,7 +469,7 @@ def step(
     j = fence(on, lambda: leap_on(limits, knobs, a, prompts, i, need, bound, blocked, queued))
 
     pending_before = s.statistics.pending if limits.statistics else None
-    marks = priority.mark(limits, s.queue, s.memory, s.fresh_head, look, p, a) if limits.priority else None
+    marks: Any = priority.mark(limits, s.queue, s.memory, s.fresh_head, look, p, a) if limits.priority else None
     memory = write(
         limits, knobs, s, look, p, a, i, words, below_in_bucket, j.iterations, pending_before,
         collected["joined_fresh"], marks,
