@@ -72,7 +72,7 @@ def test_hydras_own_flags_work(run):
         (["slo.ttft_ms=null"], "slo.ttft_ms=null: must be a number unless slo.tpot_ms or slo.e2el_ms is one"),
         (["search.load=false", "search.concurrency=false"], "search.load=false: must be true unless"),
         (["search.num_requests=null"], "search.num_requests=null: must be an integer for a workload that is not a tr"),
-        (["engine.policy=priority"], "engine.policy=priority: "),
+        (["workload.priority.values=[0.5]"], "workload.priority.values=[0.5]: a list of integers"),
         (["engine.enable_prefix_caching=true"], "engine.enable_prefix_caching=True: "),
         (["engine.tensor_parallel_size=3"], "engine.tensor_parallel_size=3: "),
         (["model=llama3_1_70b"], "=llama3_1_70b: no memory is left"),

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax import export
-from random_cases import ASYNC_RICH, RICH, run_batch
+from random_cases import ASYNC_RICH, PRIORITY_RICH, RICH, run_batch
 
 from jaxsim.engine import CostTable, EngineConfig, Requests, Simulation, Status, lanes, simulate_many
 
@@ -148,7 +148,7 @@ class Fast(NamedTuple):
     simulations: dict[tuple[int, int], Simulation]
 
 
-def fast(asynchronous: bool) -> Fast:
+def fast(**options: Any) -> Fast:
     keys = [(seats, ROOM) for seats in SEATS] + [(expected.seats, 1500) for expected in TIGHT]
     engines = [
         EngineConfig(
@@ -157,7 +157,7 @@ def fast(asynchronous: bool) -> Fast:
             num_gpu_blocks=blocks + 1,
             max_model_len=8192,
             scheduler_reserve_full_isl=False,
-            async_scheduling=asynchronous,
+            **options,
         )
         for seats, blocks in keys
     ]
@@ -169,29 +169,38 @@ def fast(asynchronous: bool) -> Fast:
 
 @pytest.fixture(scope="module")
 def fast_sync() -> Fast:
-    return fast(False)
+    return fast()
 
 
 @pytest.fixture(scope="module")
 def fast_async() -> Fast:
-    return fast(True)
+    return fast(async_scheduling=True)
 
 
 @pytest.fixture(scope="module")
-def programs(fast_sync, fast_async) -> dict[str, Program]:
+def fast_priority() -> Fast:
+    """Requests of one priority that arrive one by one: the outcome is that of first come, first served."""
+    return fast(policy="priority")
+
+
+@pytest.fixture(scope="module")
+def programs(fast_sync, fast_async, fast_priority) -> dict[str, Program]:
     """The fastest programs, and those with every feature: statistics, threshold, tables, closed loop."""
-    rich = {str(kind): watch(lambda kind=kind: run_batch([], kind))[0] for kind in (RICH, ASYNC_RICH)}
-    return {"plain": fast_sync.program, "async plain": fast_async.program} | rich
+    kinds = RICH, ASYNC_RICH, PRIORITY_RICH
+    rich = {str(kind): watch(lambda kind=kind: run_batch([], kind))[0] for kind in kinds}
+    plain = {"plain": fast_sync.program, "async plain": fast_async.program, "priority plain": fast_priority.program}
+    return plain | rich
 
 
-NAMES = "plain", "async plain", "rich", "async rich"
+NAMES = "plain", "async plain", "priority plain", "rich", "async rich", "priority rich"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_copied_in_the_loop(programs, name):
     limits = programs[name].limits
     features = limits.statistics, limits.threshold, limits.tables > 0, limits.closed_loop
-    assert features == (("rich" in name),) * 4 and limits.asynchronous == ("async" in name)
+    assert features == (("rich" in name),) * 4
+    assert limits.asynchronous == ("async" in name) and limits.priority == ("priority" in name)
     assert_in_place(programs[name])
 
 
@@ -207,7 +216,7 @@ def test_accelerators_accept_the_programs(programs, platform, name):
     assert "scatter" in exported.mlir_module()
 
 
-@pytest.mark.parametrize("which", ["fast_sync", "fast_async"])
+@pytest.mark.parametrize("which", ["fast_sync", "fast_async", "fast_priority"])
 def test_fewer_than_six_steps_per_request(which, request):
     simulations = request.getfixturevalue(which).simulations
     steps = {seats: simulations[seats, ROOM].totals.scan_steps / 1000 for seats in SEATS}
@@ -216,11 +225,12 @@ def test_fewer_than_six_steps_per_request(which, request):
     assert min(steps.values()) >= 1, steps  # a step admits at most one request
 
 
+@pytest.mark.parametrize("which", ["fast_sync", "fast_priority"])
 @pytest.mark.parametrize(("blocks", "expected"), [(ROOM, ROOMY), (1500, TIGHT)], ids=["roomy", "tight"])
-def test_yardstick(fast_sync, blocks, expected):
+def test_yardstick(which, blocks, expected, request):
     """Thousands of tokens, requests and iterations, where small cases do not reach."""
     for one in expected:
-        simulation = fast_sync.simulations[one.seats, blocks]
+        simulation = request.getfixturevalue(which).simulations[one.seats, blocks]
         assert simulation.status == Status.DONE
         assert simulation.totals.iterations == one.iterations
         assert simulation.totals.num_preemptions == one.preemptions

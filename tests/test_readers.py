@@ -230,3 +230,17 @@ def test_trace_from_a_config(tmp_path):
     assert workload.prompt_len.tolist() == [6955]
     with pytest.raises(ConfigError, match="workload.rate_rps=3: "):
         workload_from_config(config | {"path": str(path), "rate_rps": 3})
+
+
+def test_priorities_are_those_of_the_file_or_drawn(tmp_path):
+    row = '{"timestamp": %d, "input_length": 5, "output_length": 5%s}\n'
+    path = written(tmp_path, row % (0, ', "priority": 2') + row % (1, "") + row % (2, ', "priority": -1'))
+    assert read_trace(path).sample(0).priority.tolist() == [2, 0, -1]
+    assert read_trace(path, limit=2).sample(0, 3).priority.tolist() == [2, 0, 2]
+    drawn = workload_from_config({"kind": "trace", "path": path, "priority": {"values": [3, 4]}})
+    assert set(drawn.sample(0, 100).priority.tolist()) == {3, 4}
+    kept, _ = drop_or_refuse(read_trace(path).sample(0)._replace(prompt_len=np.array([5, 90, 5])), 50, "drop")
+    assert kept.priority.tolist() == [2, -1]
+    path = written(tmp_path, row % (0, ', "priority": "high"'))
+    with pytest.raises(ConfigError, match="line 1: priority 'high'; expected an integer"):
+        read_trace(path)

@@ -165,8 +165,8 @@ def test_a_grid_that_cannot_start_at_all_is_refused():
         server().grid(SearchSettings(max_num_seqs=(4096,), max_num_batched_tokens=(1024, 2048)))
     with pytest.raises(ConfigError, match=r"^model\S*=llama3_1_70b: no memory is left"):
         server("model=llama3_1_70b").grid(SearchSettings())
-    with pytest.raises(ConfigError, match=r"^engine.policy=priority: "):
-        server(policy="priority").grid(SearchSettings())
+    with pytest.raises(ConfigError, match=r"^engine.policy=priority: must be fcfs when batching=static"):
+        server(policy="priority", batching="static").grid(SearchSettings())
 
 
 def test_max_model_len_may_not_exceed_that_of_the_model():

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from jaxsim.errors import ConfigError
-from jaxsim.workload import Arrival, Length, Workload, workload_from_config
+from jaxsim.workload import Arrival, Length, Priority, Workload, workload_from_config
 
 CONF = Path(__file__).parents[1] / "conf" / "workload"
 N = 200_000
@@ -213,3 +213,31 @@ def test_bad_configs_name_the_full_key(changes, message):
 def test_bad_samples_name_their_key(seed, n, key):
     with pytest.raises(ConfigError, match=f"^{key}="):
         simple().sample(seed, n)
+
+
+def test_priorities_are_drawn_without_touching_the_rest():
+    plain, classed = simple(), simple(priority=Priority((2, 0, 1), (1, 0, 3)))
+    one, other = plain.sample(3, 4000), classed.sample(3, 4000)
+    assert one.priority is None and set(other.priority.tolist()) == {1, 2}
+    assert np.mean(other.priority == 1) == pytest.approx(0.75, abs=0.03)
+    for name in ("arrival_s", "prompt_len", "output_len"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+    np.testing.assert_array_equal(classed.sample(3, 100).priority, other.priority[:100])
+    assert np.any(classed.sample(4, 4000).priority != other.priority)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"values": []}, "workload.priority.values=[]: a list of integers"),
+        ({"values": [0, True]}, "workload.priority.values=[0, True]: a list of integers"),
+        ({"values": [0, 1], "weights": [1]}, "workload.priority.weights=[1]: as many numbers"),
+        ({"values": [0, 1], "weights": [0, 0]}, "workload.priority.weights=[0, 0]: as many numbers"),
+        ({"value": 1}, "workload.priority.value=1: no such key"),
+    ],
+)
+def test_impossible_priorities(section, message):
+    lengths = {"prompt": {"value": 1}, "output": {"value": 1}}
+    with pytest.raises(ConfigError) as error:
+        workload_from_config({"kind": "synthetic", "rate_rps": 1.0, "priority": section} | lengths)
+    assert str(error.value).startswith(message)

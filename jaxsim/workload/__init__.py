@@ -3,6 +3,7 @@
 from jaxsim.workload.config import workload_from_config
 from jaxsim.workload.lengths import Length
 from jaxsim.workload.prefix import Prefix
+from jaxsim.workload.priority import Priority
 from jaxsim.workload.readers import read_trace
 from jaxsim.workload.reuse import reusable_share, reusable_tokens
 from jaxsim.workload.synthetic import Arrival, Workload
@@ -12,6 +13,7 @@ __all__ = [
     "Arrival",
     "Length",
     "Prefix",
+    "Priority",
     "TraceWorkload",
     "Workload",
     "drop_or_refuse",

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 from jaxsim.errors import ConfigError
 from jaxsim.workload.lengths import Length
 from jaxsim.workload.prefix import Prefix
+from jaxsim.workload.priority import Priority
 from jaxsim.workload.readers import read_trace
 from jaxsim.workload.synthetic import Arrival, Workload
 from jaxsim.workload.trace import TraceWorkload
 
 KINDS = ("synthetic", "trace")
-_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output", "prefix")
-_TRACE_KEYS = ("path", "format", "limit", "spread_s", "hash_block_size")
+_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output", "prefix", "priority")
+_TRACE_KEYS = ("path", "format", "limit", "spread_s", "hash_block_size", "priority")
 
 T = TypeVar("T")
 
@@ -40,12 +41,16 @@ def workload_from_config(config: Mapping[str, Any], prefix_caching: bool = False
         if not config.get("path"):
             raise ConfigError("workload.path", config.get("path"), "a trace file (CSV or JSONL)")
         chosen = {key: config[key] for key in _TRACE_KEYS if config.get(key) is not None}
+        drawn, section = _part("priority", Priority, config), chosen.pop("priority", {})
+        if section.get("values") is not None:
+            chosen["priority"] = drawn
         return read_trace(**chosen, prefix_caching=prefix_caching)
     parts = {
         "arrival": _part("arrival", Arrival, config),
         "prompt": _part("prompt", Length, config),
         "output": _part("output", Length, config),
         "prefix": _prefix(config.get("prefix") or {}),
+        "priority": _part("priority", Priority, config),
     }
     return _named("", lambda: Workload(rate_rps=config.get("rate_rps"), **parts))  # type: ignore[arg-type]
 

@@ -61,10 +61,12 @@ class Prefix:
         """Expected turns of a conversation, from 4,096 quantiles."""
         return float(self._turns((np.arange(4096) + 0.5) / 4096).mean())
 
-    def requests(self, starts_s: np.ndarray, prompt: Length, output: Length, draw: Draw) -> Requests:
+    def requests(
+        self, starts_s: np.ndarray, prompt: Length, output: Length, draw: Draw, priority: np.ndarray | None = None
+    ) -> Requests:
         """The first C requests, in order of arrival, of C conversations that start at `starts_s` [C], in order.
 
-        The first C conversations hold the first C requests: each has at least one, at its start.
+        priority: [C]. The first C conversations hold the first C requests: each has at least one, at its start.
         """
         count = len(starts_s)
         turns = self._turns(draw("turns", 0, count))
@@ -87,7 +89,8 @@ class Prefix:
                 listed += [(f"u{c}.{earlier}", 0, int(new[c, earlier])), (f"a{c}.{earlier}", 0, int(said[c, earlier]))]
             parts.append([*listed, (f"u{c}.{t}", 0, int(new[c, t]))])
         names = [f"a{c}.{t}" for c, t in zip(talk.tolist(), turn.tolist(), strict=True)]
-        return Requests(times[talk, turn], known[talk, turn], said[talk, turn], segments=parts, output_stream=names)
+        levels = None if priority is None else priority[talk]
+        return Requests(times[talk, turn], known[talk, turn], said[talk, turn], levels, parts, names)
 
     def _turns(self, uniform: np.ndarray) -> np.ndarray:
         return np.clip(self.turns.sample(uniform), 1, MOST_TURNS)

@@ -20,6 +20,7 @@ import numpy as np
 from jaxsim.errors import ConfigError
 from jaxsim.workload.hash_ids import HashIds
 from jaxsim.workload.lengths import LONGEST
+from jaxsim.workload.priority import LARGEST, Priority
 from jaxsim.workload.trace import TICKS_PER_S, TraceWorkload
 
 TICKS_PER_UNIT = {"mooncake": TICKS_PER_S // 1000, "bailian": TICKS_PER_S, "timed_trace": TICKS_PER_S}
@@ -41,6 +42,7 @@ def read_trace(
     limit: int | None = None,
     spread_s: float = 3.0,
     hash_block_size: int | None = None,
+    priority: Priority | None = None,
     prefix_caching: bool = False,
 ) -> TraceWorkload:
     """Trace file as a workload, its first request at tick 0.
@@ -48,6 +50,7 @@ def read_trace(
     format: "azure" (CSV with a header), "mooncake" (JSONL, times in ms), "bailian" or "timed_trace" (JSONL, times in
     seconds), or "auto": by the first line, where JSON with a chat_id is Bailian's and any other Mooncake's.
     limit: keep the first so many requests. spread_s: see `spread`; 0 leaves the times of JSONL as recorded.
+    priority: how to draw priorities; None: the `priority` of each JSON object, 0 where there is none.
     hash_block_size: tokens of a hash id. Ids are read with `prefix_caching` only and then become token segments.
     """
     path = Path(path).expanduser()
@@ -67,7 +70,8 @@ def read_trace(
                 format = "bailian" if format == "mooncake" and '"chat_id"' in head else format
             file.seek(0)
             ids = HashIds() if prefix_caching else None
-            found = _azure_rows(path, file) if format == "azure" else _json_rows(path, file, format, ids)
+            recorded: list[int] = []
+            found = _azure_rows(path, file) if format == "azure" else _json_rows(path, file, format, ids, recorded)
             rows = _checked(path, found)
             table = np.fromiter(chain.from_iterable(rows), dtype=np.int64).reshape(-1, 3)
     except OSError as error:
@@ -82,7 +86,11 @@ def read_trace(
     ticks, prompt_len, output_len = (column[:limit] for column in (ticks - ticks[0], table[:, 1], table[:, 2]))
     segments = ids.segments(table[:, 1], hash_block_size) if ids is not None and format != "azure" else None
     segments = None if segments is None else segments[:limit]
-    return TraceWorkload(ticks, prompt_len.copy(), output_len.copy(), segments, source=str(path))
+    if priority is None:
+        levels = np.array(recorded[:limit], np.int64) if any(recorded) else Priority()
+    else:
+        levels = priority
+    return TraceWorkload(ticks, prompt_len.copy(), output_len.copy(), segments, str(path), levels)
 
 
 def spread(ticks: np.ndarray, window: int) -> np.ndarray:
@@ -169,7 +177,9 @@ def _azure_ticks(path: Path, line: int, text: str) -> int:
     _fail(path, f"line {line}: TIMESTAMP {_excerpt(text)}; expected YYYY-MM-DD HH:MM:SS with up to 7 more digits")
 
 
-def _json_rows(path: Path, file: Iterable[str], format: str, ids: HashIds | None) -> Iterator[Row]:
+def _json_rows(
+    path: Path, file: Iterable[str], format: str, ids: HashIds | None, priorities: list[int]
+) -> Iterator[Row]:
     """Rows of JSON objects, one a line: timestamp, lengths in tokens and, if asked for, hash ids into `ids`."""
     unit = TICKS_PER_UNIT[format]
     for line, text in enumerate(file, start=1):
@@ -196,6 +206,9 @@ def _json_rows(path: Path, file: Iterable[str], format: str, ids: HashIds | None
             _fail(path, f"line {line}: timestamp {time}; expected {name} from 0 to {_LATEST_TICK // unit}")
         if ids is not None:
             ids.add(line, _ids(path, line, record))
+        priorities.append(record.get("priority", 0))
+        if type(priorities[-1]) is not int or abs(priorities[-1]) > LARGEST:
+            _fail(path, f"line {line}: priority {_excerpt(str(priorities[-1]))}; expected an integer")
         yield line, round(time * unit), prompt, output
 
 

@@ -17,9 +17,10 @@ from jaxsim.engine import Requests
 from jaxsim.errors import ConfigError
 from jaxsim.workload.lengths import Length
 from jaxsim.workload.prefix import Prefix
+from jaxsim.workload.priority import Priority
 
 PROCESSES = ("poisson", "gamma", "constant")
-_STREAMS = ("arrivals", "prompts", "outputs", "turns", "thinking", "groups", "unique", "system")
+_STREAMS = ("arrivals", "prompts", "outputs", "turns", "thinking", "groups", "unique", "system", "priority")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Workload:
     prompt: Length
     output: Length
     prefix: Prefix | None = None  # what prompts have in common; None: nothing
+    priority: Priority = Priority()  # of a request; the turns of a conversation have one
 
     def __post_init__(self):
         _check_positive("rate_rps", self.rate_rps)
@@ -72,20 +74,22 @@ class Workload:
         """`n` requests of a seed, in arrival order, the first at 0 s."""
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
             raise ConfigError("n", n, "a number of requests from 1")
-        gaps = self.arrival.gaps(_uniform(seed, "arrivals", int(n)))
+        gaps = self.arrival.gaps(uniform_numbers(seed, "arrivals", int(n)))
         gaps[0] = 0.0
         arrival_s = np.cumsum(gaps) / self.rate_rps
+        priority = self.priority.sample(uniform_numbers(seed, "priority", int(n)))
         if self.prefix is not None and not self.prefix.is_off:
             starts_s = arrival_s * self.prefix.mean_turns()
 
             def draw(stream: str, turn: int, numbers: int) -> np.ndarray:
-                return _uniform(seed, stream, numbers, turn)
+                return uniform_numbers(seed, stream, numbers, turn)
 
-            return self.prefix.requests(starts_s, self.prompt, self.output, draw)
+            return self.prefix.requests(starts_s, self.prompt, self.output, draw, priority)
         return Requests(
             arrival_s=arrival_s,
-            prompt_len=self.prompt.sample(_uniform(seed, "prompts", int(n))),
-            output_len=self.output.sample(_uniform(seed, "outputs", int(n))),
+            prompt_len=self.prompt.sample(uniform_numbers(seed, "prompts", int(n))),
+            output_len=self.output.sample(uniform_numbers(seed, "outputs", int(n))),
+            priority=priority,
         )
 
 
@@ -96,7 +100,7 @@ def check_seed(seed: object) -> int:
     return int(seed)
 
 
-def _uniform(seed: int, stream: str, n: int, turn: int = 0) -> np.ndarray:
+def uniform_numbers(seed: int, stream: str, n: int, turn: int = 0) -> np.ndarray:
     """`n` uniform numbers in [0, 1) of one stream of a seed, float64 [n]; every turn has a stream of its own."""
     place = (_STREAMS.index(stream), *((turn,) if turn else ()))
     sequence = np.random.SeedSequence(check_seed(seed), spawn_key=place)

@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxsim.engine import Requests
 from jaxsim.errors import ConfigError
-from jaxsim.workload.synthetic import check_seed
+from jaxsim.workload.priority import Priority
+from jaxsim.workload.synthetic import check_seed, uniform_numbers
 
 TICKS_PER_S = 10**7  # a tick is 100 ns, the resolution of the Azure traces
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds start as far from each other as they can
@@ -21,6 +22,7 @@ class TraceWorkload:
 
     ticks: int64 [N], time since the first request in ticks of 100 ns. prompt_len, output_len: int64 [N], tokens.
     segments: [N] token identities of the prompts as in `Requests`, None where a prompt shares nothing.
+    priority: int64 [N] as recorded, or how to draw them, anew for every seed.
     """
 
     ticks: np.ndarray
@@ -28,6 +30,7 @@ class TraceWorkload:
     output_len: np.ndarray
     segments: list | None = None
     source: str = ""
+    priority: np.ndarray | Priority = Priority()
 
     @cached_property
     def rate_rps(self) -> float:
@@ -55,7 +58,11 @@ class TraceWorkload:
         rows = (self.start_row(seed) + np.arange(n)) % total
         ticks = np.append(0, np.cumsum(gaps[rows[:-1]]))
         segments = None if self.segments is None else [self.segments[row] for row in rows]
-        return Requests(ticks / TICKS_PER_S, self.prompt_len[rows], self.output_len[rows], segments=segments)
+        if isinstance(self.priority, Priority):
+            priority = self.priority.sample(uniform_numbers(seed, "priority", int(n)))
+        else:
+            priority = self.priority[rows]
+        return Requests(ticks / TICKS_PER_S, self.prompt_len[rows], self.output_len[rows], priority, segments)
 
 
 def drop_or_refuse(requests: Requests, max_model_len: int, too_long: str = "error") -> tuple[Requests, int]:
