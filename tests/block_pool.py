@@ -39,7 +39,8 @@ def chains(sequences: list[list[tuple[Any, int]]], block_size: int) -> list[list
 class BlockPool:
     """Blocks 1 ... usable; block 0 is the null block."""
 
-    def __init__(self, usable: int):
+    def __init__(self, usable: int, plain_first: bool = True):
+        self.plain_first = plain_first
         self.queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, usable + 1))
         self.references = [0] * (usable + 1)
         self.keys: list[int | None] = [None] * (usable + 1)
@@ -88,12 +89,15 @@ class BlockPool:
         self.resident.setdefault(key, OrderedDict())[block] = None
 
     def release(self, blocks: list[int]) -> None:
-        """Give back a request's blocks, the last one first: hashed ones to the tail, the others to the front."""
+        """Give back a request's blocks, the last one first: hashed ones to the tail, the others to the front.
+
+        Before vLLM 0.33 (not `plain_first`) all go to the tail.
+        """
         plain = []
         for block in reversed(blocks):
             self.references[block] -= 1
             if self.references[block] == 0:
-                if self.keys[block] is None:
+                if self.keys[block] is None and self.plain_first:
                     plain.append(block)
                 else:
                     self.queue[block] = None

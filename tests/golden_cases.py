@@ -22,6 +22,9 @@ ENGINE_DEFAULTS = {
     "scheduler_reserve_full_isl": True,
     "max_num_active_seqs": None,
     "async_scheduling": False,
+    "lone_request_without_threshold": True,
+    "freed_unhashed_blocks": "front",
+    "self_preemption": "continues",
 }
 
 

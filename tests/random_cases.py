@@ -85,6 +85,7 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=threshold,
         long_prefill_token_threshold_adaptive=threshold > 0 and pick(False, True),
+        lone_request_without_threshold=pick(True, True, False) if threshold else True,
         watermark=pick(0.0, 0.0, 0.0, 0.05, 0.2, 0.5),
         scheduler_reserve_full_isl=pick(True, False),
         max_num_active_seqs=pick(None, None, None, 1, max(1, seats // 2)),

@@ -1,9 +1,9 @@
 """A slow simulator of the scheduler in plain Python: the oracle for the engine.
 
 Rules: vLLM 0.33.0's V1 scheduler (v1/core/sched/scheduler.py, v1/core/kv_cache_manager.py), sync and async, both
-policies, with and without prefix caching (blocks in block_pool.py); static batching to compare with; open and closed
-loop. Every iteration visits every running request and every block. All times are integer picoseconds, all arithmetic is
-Python's: nothing rounds, nothing overflows.
+policies, with and without prefix caching (blocks in block_pool.py), and the three rules in which 0.11 and 0.20 differ;
+static batching to compare with; open and closed loop. Every iteration visits every running request and every block. All
+times are integer picoseconds, all arithmetic is Python's: nothing rounds, nothing overflows.
 
 Where the rules leave room, this is what is meant:
 - A pool too small for a request can make it preempt and recompute itself for ever. Progress is a sampled token, or a
@@ -155,7 +155,7 @@ class Continuous:
     def __init__(self, engine: Any):
         self.engine = engine
         self.usable = engine.num_gpu_blocks - 1
-        self.pool = BlockPool(self.usable)
+        self.pool = BlockPool(self.usable, engine.freed_unhashed_blocks == "front")
         self.watermark = int(engine.watermark * engine.num_gpu_blocks)
         self.cap = engine.max_num_active_seqs or engine.max_num_seqs
         self.by_priority = engine.policy == "priority"
@@ -186,10 +186,10 @@ class Continuous:
     def threshold(self) -> int:
         """Longest chunk of this call, 0 for no limit."""
         load, threshold = len(self.running) + len(self.waiting), self.engine.long_prefill_token_threshold
-        if load <= 1 or threshold <= 0:
+        if threshold <= 0 or (load <= 1 and self.engine.lone_request_without_threshold):
             return 0
         if self.engine.long_prefill_token_threshold_adaptive:
-            threshold = max(threshold, self.engine.max_num_batched_tokens // load)
+            threshold = max(threshold, self.engine.max_num_batched_tokens // max(load, 1))
         return threshold
 
     def continue_running(self, step: Step, budget: int, threshold: int) -> int:
@@ -211,7 +211,7 @@ class Continuous:
                 if victim is request:
                     break
             if victim is request:
-                if self.by_priority:
+                if self.by_priority and self.engine.self_preemption == "continues":
                     continue
                 return budget
             self.allocate(request, target, request.computed + n)

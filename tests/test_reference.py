@@ -264,6 +264,41 @@ def test_adaptive_threshold_by_hand():
     assert [row[9] for row in result.iters] == [[0, 50, 1, 50], [0, 10, 1, 50], [1, 100], [1, 50]]
 
 
+def test_a_lone_request_is_cut_before_0_33():
+    engine = make_engine(long_prefill_token_threshold=30, lone_request_without_threshold=False)
+    result = reference.simulate(make_case([(0, 70, 1)], engine))
+    assert [row[9] for row in result.iters] == [[0, 30], [0, 30], [0, 10]]
+
+
+def test_self_preemption_ended_pass_1_before_0_33():
+    """Blocks for three: 0 asks first for a second one and is the least urgent; 1 and 2 miss their turn with it."""
+    sizes = {"num_gpu_blocks": 4, "block_size": 2, "policy": "priority", "self_preemption": "ends"}
+    case = make_case([(0, 1, 3), (10, 2, 2), (10, 1, 2)], make_engine(**sizes))._replace(priorities=[1, 0, 0])
+    result = reference.simulate(case)
+    assert [(row[9], row[10]) for row in result.iters[:4]] == [
+        ([0, 1], []),
+        ([0, 1, 1, 2, 2, 1], []),
+        ([], [0]),
+        ([1, 1, 2, 1], []),
+    ]
+
+
+def test_freed_blocks_without_a_hash_joined_the_tail_before_0_33():
+    """One free block and the three of 0, of which the last is not full: at the tail it lets the full ones survive."""
+    pool = block_pool.BlockPool(4, plain_first=False)
+    blocks = pool.take(3)
+    for block in blocks[:2]:
+        pool.register(block, block)
+    pool.release(blocks)
+    assert list(pool.queue) == [4, 3, 2, 1]
+    first = block_pool.BlockPool(4)
+    blocks = first.take(3)
+    for block in blocks[:2]:
+        first.register(block, block)
+    first.release(blocks)
+    assert list(first.queue) == [3, 4, 2, 1]
+
+
 def test_bill_has_every_term_of_the_cost_table():
     """A chunk of 3 tokens after 5, and decodes that reach contexts of 11 and (padding) 20."""
     cost = SimpleNamespace(

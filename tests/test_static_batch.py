@@ -299,7 +299,7 @@ def test_steps_do_not_grow_with_the_outputs():
 
 def test_no_copy_of_the_memory_in_the_compiled_loop():
     limits = Limits(requests=64, ring=256, phases=16, closed_loop=True, static=True)
-    flags = {"chunked", "full_isl", "adaptive", "padding"}
+    flags = {"chunked", "full_isl", "adaptive", "lifted", "padding"}
     kinds = {
         name: np.bool_ if name in flags else np.int64 if name.endswith("_ps") else np.int32 for name in Knobs._fields
     }

@@ -76,7 +76,7 @@ def load(limits: Limits, traces: Traces, job: Job) -> State:
     sent = jnp.where(index < job.clients, 0, INFINITE)
     start = jnp.where(exists, jnp.where(job.clients > 0, sent, stretched), INFINITE)
     output = jnp.minimum(output, job.max_model_len - prompt)
-    return initial(limits, prompt, output, start, ranked, job.knobs)
+    return initial(limits, prompt, output, start, job.knobs, ranked)
 
 
 def advance(

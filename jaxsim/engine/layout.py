@@ -162,6 +162,7 @@ class Knobs(NamedTuple):
     full_isl: jax.Array  # bool, scheduler_reserve_full_isl
     threshold: jax.Array
     adaptive: jax.Array  # bool
+    lifted: jax.Array  # bool, the threshold does not hold for a lone request
     patience: jax.Array  # iterations without a token after which the simulation is stuck
     leap: jax.Array  # most iterations in one step beyond the first
     padding: jax.Array  # bool, static batching bills finished rows

@@ -230,6 +230,7 @@ def _knobs(settings: Settings, costs: list[CostTable], cost_index: list[int], le
         "full_isl": column("scheduler_reserve_full_isl", np.bool_),
         "threshold": column("long_prefill_token_threshold"),
         "adaptive": column("long_prefill_token_threshold_adaptive", np.bool_),
+        "lifted": column("lone_request_without_threshold", np.bool_),
         "patience": np.array(patience, np.int32),
         "leap": np.full(len(engines), MOST if leap else 0, np.int32),
         "padding": column("static_padding", np.bool_),

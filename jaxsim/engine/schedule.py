@@ -162,7 +162,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         # The threshold holds for all of a schedule() call and counts the requests at its start.
         requests = running + (s.queue.queued if limits.priority else s.preempted_count) + look.arrived
         share = jnp.where(knobs.adaptive, quotient(knobs.budget, jnp.maximum(requests, 1)), 0)
-        limit = jnp.where((knobs.threshold > 0) & (requests > 1), jnp.maximum(knobs.threshold, share), 0)
+        holds = (knobs.threshold > 0) & ((requests > 1) | ~knobs.lifted)
+        limit = jnp.where(holds, jnp.maximum(knobs.threshold, share), 0)
         threshold = jnp.where(called, threshold, limit)
         called = called | (look.active & ~waits)
         computed, known = ~row[FIT], row[PROMPT] + row[GENERATED]

@@ -100,7 +100,12 @@ class Event(NamedTuple):
 
 
 def initial(
-    limits: Limits, prompt: jax.Array, output: jax.Array, arrival_ps: jax.Array, ranked: jax.Array | None, knobs: Knobs
+    limits: Limits,
+    prompt: jax.Array,
+    output: jax.Array,
+    arrival_ps: jax.Array,
+    knobs: Knobs,
+    ranked: jax.Array | None = None,
 ) -> State:
     """The state before the first event.
 
