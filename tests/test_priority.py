@@ -9,6 +9,7 @@ from agreement import AVERAGES, GIVEN_UP, agree, agree_in_a_batch, agree_row_by_
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from random_cases import (
+    MS,
     PLAIN,
     PRIORITY_KINDS,
     PRIORITY_PLAIN,
@@ -16,12 +17,13 @@ from random_cases import (
     Kind,
     batch_of,
     case_of,
+    run,
     run_batch,
     small,
     with_shape,
 )
 
-from jaxsim.engine import Status
+from jaxsim.engine import CostTable, EngineConfig, Status
 from jaxsim.engine.priority import ranks
 
 quick = settings(deadline=None, max_examples=8, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -141,6 +143,18 @@ def test_equals_that_drive_each_other_out_for_ever_are_stuck():
     simulation = run_batch([case], PRIORITY_RICH)[0]
     assert simulation.status == Status.STUCK
     agree(case, simulation, result)
+
+
+def test_more_ranks_than_one_word_of_words_has_bits():
+    """The bitmaps' upper level has a bit for each 32 ranks; a burst of 1,200 requests on a pool that is too small."""
+    rng = np.random.default_rng(7)
+    lengths = rng.integers(1, 60, (2, 1200)).tolist()
+    engine = EngineConfig(24, 64, 61, 128, block_size=8, policy="priority", scheduler_reserve_full_isl=False)
+    priorities = rng.integers(-1, 3, 1200).tolist()
+    case = reference.Case([0] * 1200, *lengths, engine, CostTable(step_ps=MS), priorities=priorities)
+    result = reference.simulate(case)
+    assert result.totals.num_preemptions > 100
+    agree(case, run(case), result)
 
 
 def test_ranks():
