@@ -161,7 +161,7 @@ def test_an_slo_that_nothing_meets_is_bad_input_but_leaves_the_rows(run, tmp_pat
 
 
 def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
-    from jaxsim.studies import slo_search
+    from jaxsim.search import evaluate
 
     rounds = []
 
@@ -171,8 +171,8 @@ def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return slo_search_many(*args, **options)
 
-    slo_search_many = slo_search.simulate_many
-    monkeypatch.setattr(slo_search, "simulate_many", interrupted)
+    slo_search_many = evaluate.simulate_many
+    monkeypatch.setattr(evaluate, "simulate_many", interrupted)
     code, _, _ = run("+sweep=slo_search", "tracking=disabled", "hydra.run.dir=made", *SMALL)
     assert code == 130
     summary, rows = results(tmp_path / "made")
@@ -182,12 +182,12 @@ def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
 
 
 def test_an_interrupted_first_round_says_nothing_about_capacity(run, tmp_path, monkeypatch):
-    from jaxsim.studies import slo_search
+    from jaxsim.search import evaluate
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(slo_search, "simulate_many", interrupted)
+    monkeypatch.setattr(evaluate, "simulate_many", interrupted)
     code, _, err = run("+sweep=slo_search", "tracking=disabled", "hydra.run.dir=made", *SMALL)
     assert code == 130 and err == ""
     summary, rows = results(tmp_path / "made")

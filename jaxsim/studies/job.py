@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxsim import settings as schema
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
-from jaxsim.search.evaluate import Replicates, replicates
+from jaxsim.search.replicates import Replicates, replicates
 from jaxsim.search.space import Server
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking

@@ -1,28 +1,21 @@
 """The main job: which setting carries the largest load within the SLO, how much, and what limits it."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from jaxsim.engine import simulate_many
 from jaxsim.errors import ConfigError
 from jaxsim.memory import requests_that_fit
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.serve import vllm_serve
 from jaxsim.search.capacity import CapacitySearch, Found, choose
-from jaxsim.search.evaluate import (
-    figures,
-    limited_by,
-    limits_ms,
-    number_of_instances,
-    over_seeds,
-    percentiles,
-    warmup_share,
-)
-from jaxsim.settings import show
+from jaxsim.search.evaluate import Simulator
+from jaxsim.search.figures import limited_by, number_of_instances, over_seeds, percentiles
+from jaxsim.search.slo import limits_ms
+from jaxsim.search.space import Candidate, Space
+from jaxsim.settings import SEARCHED, show
 from jaxsim.studies.job import Job
 
 COLUMNS = {"load": "load_rps", "clients": "clients"}
@@ -36,18 +29,12 @@ def run(job: Job) -> None:
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
     if not limits_ms(slo):
         raise ConfigError("slo.ttft_ms", "null", "must be a number unless slo.tpot_ms or slo.e2el_ms is one")
-    for key in ("max_num_seqs", "max_num_batched_tokens"):
-        value = getattr(job.server.flags, key)
-        if value is not None:
-            raise ConfigError(f"engine.{key}", value, f"is searched: use search.{key}=[{value}]")
-    grid = job.server.grid(search)
+    space = Space.of(job.server, search)
+    grid = space.grid()
     candidates = [candidate for candidate in grid if candidate.engine is not None]
-    cost = job.server.cost(
-        max(candidate.max_num_batched_tokens for candidate in candidates),
-        max(candidate.max_num_seqs for candidate in candidates),
-    )
-    simulate = partial(simulate_many, lanes=job.runtime.lanes)
-    capacity = CapacitySearch(candidates, job.replicates, cost, slo, search, simulate)
+    simulator = Simulator(job.replicates, slo, search, job.runtime.lanes)
+    seeds = range(len(job.replicates.requests))
+    capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, simulator)
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(grid)} settings, p{slo.percentile:g} of {_limits(job)}")
     interrupted = False
@@ -83,15 +70,15 @@ def _round(capacity: CapacitySearch) -> dict[str, Any]:
     return line
 
 
-def _rows(job: Job, grid: Sequence[Any], capacity: CapacitySearch) -> tuple[list[dict[str, Any]], dict[tuple, Found]]:
+def _rows(
+    job: Job, grid: Sequence[Candidate], capacity: CapacitySearch
+) -> tuple[list[dict[str, Any]], dict[Candidate, Found]]:
     """A row per setting of the grid, and what was found about those with a load (or concurrency) that passes."""
     rows, found = [], {}
     started = {candidate: index for index, candidate in enumerate(capacity.candidates)}
     main = "load" if job.search.load else "clients"
     for candidate in grid:
-        key = (candidate.max_num_seqs, candidate.max_num_batched_tokens)
-        row: dict[str, Any] = {"max_num_seqs": key[0], "max_num_batched_tokens": key[1]}
-        row |= {"status": "infeasible", "reason": candidate.reason}
+        row: dict[str, Any] = {**candidate.setting, "status": "infeasible", "reason": candidate.reason}
         if candidate.engine is not None:
             row["num_gpu_blocks"] = candidate.engine.num_gpu_blocks
             results = {kind: capacity.found(kind, started[candidate]) for kind in UNITS}
@@ -102,9 +89,9 @@ def _rows(job: Job, grid: Sequence[Any], capacity: CapacitySearch) -> tuple[list
                     row[f"{name}_per_seed"] = " ".join(f"{value:.6g}" for value in result.values)
             best = results[main]
             row |= _status(results, best)
-            if best is not None and best.runs and best.known:
-                found[key] = best
-                row |= _means(job, best)
+            if best is not None and best.outcomes and best.known:
+                found[candidate] = best
+                row |= _means(best)
         rows.append(row)
     return rows, found
 
@@ -113,33 +100,28 @@ def _status(results: Mapping[str, Found | None], best: Found | None) -> dict[str
     """Columns status, reason and capped: the columns in which the true value may be larger."""
     if best is None or not all(result.finished for result in results.values() if result):
         return {"status": "unfinished", "reason": "interrupted; the values are the largest that passed so far"}
-    if not best.runs:
+    if not best.outcomes:
         return {"status": "infeasible", "reason": f"{best.reason} even at the lowest, {best.lowest:g}"}
     capped = [kind for kind, result in results.items() if result and result.capped]
     reason = ", ".join(f"the highest {kind} tried passed" for kind in capped)
     return {"status": "ok", "reason": reason, "capped": " ".join(COLUMNS[kind] for kind in capped)}
 
 
-def _figures(job: Job, found: Found) -> dict[str, Interval]:
+def _figures(found: Found) -> dict[str, Interval]:
     """Figures at every seed's own capacity, over seeds."""
-    clients = job.search.load is False
-    count = job.replicates.count
-    values = [value for value in found.values if value > 0]
-    shares = [warmup_share(job.search.warmup, int(value) if clients else None, count) for value in values]
-    pairs = zip(found.runs, shares, strict=True)
-    return over_seeds([figures(simulation, job.slo, share) for simulation, share in pairs])
+    return over_seeds([outcome.figures for outcome in found.outcomes])
 
 
-def _means(job: Job, found: Found) -> dict[str, Any]:
-    row: dict[str, Any] = {key: interval.mean for key, interval in _figures(job, found).items()}
-    return {"limited_by": limited_by(found.runs)} | row
+def _means(found: Found) -> dict[str, Any]:
+    row: dict[str, Any] = {key: interval.mean for key, interval in _figures(found).items()}
+    return {"limited_by": limited_by(outcome.figures for outcome in found.outcomes)} | row
 
 
 def _summary(
-    job: Job, capacity: CapacitySearch, rows: list[dict[str, Any]], found: dict[tuple, Found], interrupted: bool
+    job: Job, capacity: CapacitySearch, rows: list[dict[str, Any]], found: dict[Candidate, Found], interrupted: bool
 ) -> dict[str, Any]:
     """summary.json: metrics of the best setting under vLLM's names, their half widths under `ci95`."""
-    choice = choose({key: result.values for key, result in found.items()})
+    choice = choose({candidate: result.values for candidate, result in found.items()})
     best = choice.best if choice else None
     summary: dict[str, Any] = {
         "sweep": job.sweep,
@@ -152,29 +134,28 @@ def _summary(
     }
     if choice is None or best is None:
         return summary
-    row = next(row for row in rows if (row["max_num_seqs"], row["max_num_batched_tokens"]) == best)
-    index = [(item.max_num_seqs, item.max_num_batched_tokens) for item in capacity.candidates].index(best)
-    candidate, result = capacity.candidates[index], found[best]
-    assert candidate.engine is not None and candidate.capacity is not None
-    intervals = _figures(job, result)
+    row = next(row for row in rows if all(row[key] == value for key, value in best.setting.items()))
+    result, flags = found[best], best.flags
+    assert best.engine is not None and best.capacity is not None and flags is not None
+    intervals = _figures(result)
     load = result.interval if job.search.load else intervals["request_throughput"]
     lengths = np.concatenate([np.add(item.prompt_len, item.output_len) for item in job.replicates.requests])
-    summary |= {"max_num_seqs": best[0], "max_num_batched_tokens": best[1]}
+    summary |= best.setting
     summary |= {key: row.get(key) for key in ("load_rps", "clients", "limited_by", "reason", "capped")}
     summary[f"largest_{_main(job)}"] = found[choice.largest].interval.mean
-    summary["tied_with"] = None if choice.largest == best else "{}/{}".format(*choice.largest)
+    summary["tied_with"] = None if choice.largest is best else choice.largest.name
     summary |= {
         "model": job.server.model.name,
         "hardware": job.server.hardware.name,
         "slo": vars(job.slo),
-        "num_gpu_blocks": candidate.capacity.num_gpu_blocks,
-        "kv_cache_tokens": candidate.capacity.tokens,
-        "requests_that_fit": requests_that_fit(candidate.capacity, np.minimum(lengths, job.server.max_model_len)),
+        "num_gpu_blocks": best.capacity.num_gpu_blocks,
+        "kv_cache_tokens": best.capacity.tokens,
+        "requests_that_fit": requests_that_fit(best.capacity, np.minimum(lengths, job.server.max_model_len)),
         "seeds": len(job.replicates.requests),
         "dropped": job.replicates.dropped,
     }
-    if candidate.engine.batching == "continuous":
-        summary["vllm_serve"] = vllm_serve(job.server.model, job.server.flags, candidate.engine)
+    if best.engine.batching == "continuous":
+        summary["vllm_serve"] = vllm_serve(job.server.model, flags, best.engine)
     if job.slo.target_rps is not None:
         instances = number_of_instances(job.slo.target_rps, load)
         summary |= dict(zip(("instances", "instances_low", "instances_high"), instances, strict=True))
@@ -202,7 +183,7 @@ def _show(job: Job, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None
     ]
     chosen, lines = None, []
     for index, row in enumerate(rows):
-        if all(row[key] == summary[key] for key in ("max_num_seqs", "max_num_batched_tokens")):
+        if summary["max_num_seqs"] and all(row[key] == summary[key] for key in row if key in SEARCHED):
             chosen = index
         usage = row.get("kv_usage_mean")
         lines.append(
