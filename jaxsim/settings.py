@@ -218,7 +218,19 @@ SEARCHED = tuple(
     entry.name for entry in dataclasses.fields(SearchSettings) if entry.name in EngineSettings.__dataclass_fields__
 )
 
+# What the server runs with now, to compare with: any searched key, null = as in `engine`.
+BaselineSettings = dataclasses.make_dataclass(
+    "BaselineSettings",
+    [
+        (key, Any, field(default=None, metadata={"rule": dataclasses.replace(rule, optional=True)}))
+        for key in SEARCHED
+        for rule in [EngineSettings.__dataclass_fields__[key].metadata["rule"]]
+    ],
+    frozen=True,
+)
+
 GROUPS: dict[str, type] = {
+    "baseline": BaselineSettings,
     "engine": EngineSettings,
     "slo": SloSettings,
     "search": SearchSettings,

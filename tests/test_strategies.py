@@ -75,9 +75,10 @@ def test_the_posterior_of_a_difference_is_students():
     # Two settings, three seeds, paired differences 1, 2, 3: t = 2 / (1 / sqrt(3)) = 3.464 with 2 degrees of freedom,
     # of which Student's distribution lies below 0.9629.
     values = np.array([[11.0, 12.0, 13.0], [10.0, 10.0, 10.0]])
-    best, near = ranking(values, 0.0)
+    found = ranking(values, 0.0)
+    best, near = found.best, found.near
     assert best[0] == pytest.approx(0.9629, abs=0.01) and best.sum() == pytest.approx(1)
-    assert (near == best).all()
+    assert (near == best).all() and found.ahead(1).tolist() == [best[0], 0]
     # The second is within 10 % of the first if that is below 11.11: t = -1.5396, 0.1318.
     assert ranking(values, 0.1).near[1] == pytest.approx(0.1318, abs=0.01)
 

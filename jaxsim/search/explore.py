@@ -17,7 +17,7 @@ from jaxsim.settings import SearchSettings
 MARGIN = 0.1  # settings this close to the best (relative) go on whatever their rank
 SHORTEST = 2000  # requests; shorter runs say too little about a p99
 IDLE = 5  # generations that bring nothing unknown, after which a strategy is done
-DOUBT = 0.01  # settings less likely than this to be the best get no more seeds
+DOUBT = 0.01  # settings less likely than this to be clearly better than the choice get no more seeds
 
 
 @dataclass
@@ -45,7 +45,9 @@ class Exploration:
 
     def __init__(self, space: Space, search: SearchSettings, evaluate: Evaluate, seeds: int, count: int):
         self.space, self.search, self.evaluate = space, search, evaluate
-        self.levels = levels(search.halving, seeds, count, min(space.size, search.settings or space.size))
+        self.most = min(space.size, search.settings or space.size)  # settings to try
+        self.baseline = space.baseline_candidate()
+        self.levels = levels(search.halving, seeds, count, self.most)
         self.main = "load" if search.load else "clients"
         self.known: dict[Candidate, Known] = {}
         self.proposed: list[Candidate] = []  # in the order in which they came up
@@ -65,7 +67,9 @@ class Exploration:
         """Settings that got every seed of the last level."""
         last = self.levels[-1]
         return [
-            one for one, known in self.known.items() if len(known.seeds) >= last.seeds and known.count == last.count
+            one
+            for one, known in self.known.items()
+            if one is not self.baseline and len(known.seeds) >= last.seeds and known.count == last.count
         ]
 
     def rounds(self, on_done: Callable[[], None] | None = None) -> Iterator[None]:
@@ -74,6 +78,10 @@ class Exploration:
         for level in self.levels[1:]:
             yield from self._search(self._survivors(), level, on_done)
         yield from self._decide(on_done)
+        if self.baseline is not None:
+            choice = self.choice()
+            seeds = len(self.known[choice.best].seeds) if choice else self.levels[-1].seeds
+            yield from self._search([self.baseline], Level(seeds, self.levels[-1].count), on_done)
 
     def remaining(self) -> int:
         """About how many simulations the batch under way still needs."""
@@ -81,7 +89,7 @@ class Exploration:
 
     def _propose(self, on_done: Callable[[], None] | None) -> Iterator[None]:
         shape = tuple(np.array(self.space.shape)[self.space.varied].tolist())
-        most = min(self.space.size, self.search.settings or self.space.size)
+        most = self.most
         # One setting needs no strategy, and a cube without edges has no positions.
         name = self.search.strategy if shape else "grid"
         chosen = strategy(name, Problem(shape, most, self.search.first_seed, self.search.population))
@@ -119,7 +127,7 @@ class Exploration:
 
     def choice(self) -> Choice | None:
         """The best of the finalists, or of what there is if the search was broken off before there were any."""
-        among = self.finalists or list(self.known)
+        among = self.finalists or [one for one in self.known if one is not self.baseline]
         seeds = max((len(self.known[one].seeds) for one in among), default=0)
         return choose(self.values([one for one in among if len(self.known[one].seeds) == seeds]))
 
@@ -150,11 +158,13 @@ class Exploration:
             if ranked is None or choice is None:
                 return
             contenders, chances = ranked
-            if chances.near[contenders.index(choice.best)] >= self.search.confidence:
+            place = contenders.index(choice.best)
+            if chances.near[place] >= self.search.confidence:
                 return
             seeds = min(seeds + max(2, last.seeds // 2), self.search.max_seeds or 0)
-            open_ = [one for one, near in zip(contenders, chances.near, strict=True) if near >= DOUBT]
-            yield from self._search(list({*open_, choice.best}), Level(seeds, last.count), on_done)
+            ahead = chances.ahead(place)
+            rivals = [one for i, one in enumerate(contenders) if i == place or ahead[i] >= DOUBT]
+            yield from self._search(rivals, Level(seeds, last.count), on_done)
 
     def _search(
         self, candidates: Sequence[Candidate], level: Level, on_done: Callable[[], None] | None

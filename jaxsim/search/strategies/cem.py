@@ -23,7 +23,7 @@ class Cem:
         if not len(self.scores):
             from scipy.stats import qmc
 
-            return qmc.LatinHypercube(self.problem.keys, seed=self.problem.generator).random(self.population)
+            return qmc.LatinHypercube(self.problem.keys, rng=self.problem.generator).random(self.population)
         deviation = np.maximum(self.deviation, CELL / self.problem.shape)
         drawn = self.problem.generator.normal(self.mean, deviation, (self.population, self.problem.keys))
         return 1 - np.abs(1 - np.abs(drawn) % 2)

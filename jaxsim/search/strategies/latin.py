@@ -9,7 +9,7 @@ class Latin:
     def __init__(self, problem: Problem):
         from scipy.stats import qmc
 
-        self.sampler = qmc.LatinHypercube(problem.keys, seed=problem.generator)
+        self.sampler = qmc.LatinHypercube(problem.keys, rng=problem.generator)
         self.left = min(problem.settings, problem.size)
 
     def ask(self) -> np.ndarray:

@@ -11,7 +11,7 @@ class Sobol:
     def __init__(self, problem: Problem):
         from scipy.stats import qmc
 
-        self.sequence = qmc.Sobol(problem.keys, seed=problem.generator)
+        self.sequence = qmc.Sobol(problem.keys, rng=problem.generator)
         self.left = min(problem.settings, problem.size)
 
     def ask(self) -> np.ndarray:
