@@ -214,6 +214,13 @@ class PrefixCacheSettings:
     load_rps: float | None = number(None, above=True, optional=True)
 
 
+@dataclass(frozen=True)
+class ParetoSettings:
+    shares: tuple[float, ...] = number(
+        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), above=True, high=2, many="list"
+    )
+
+
 SEARCHED = tuple(
     entry.name for entry in dataclasses.fields(SearchSettings) if entry.name in EngineSettings.__dataclass_fields__
 )
@@ -239,6 +246,7 @@ GROUPS: dict[str, type] = {
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,
     "prefix_cache": PrefixCacheSettings,
+    "pareto": ParetoSettings,
 }
 
 
