@@ -118,7 +118,7 @@ def _show(job: Job, space: Space, rows: list[dict[str, Any]]) -> None:
         "cost_per_million_output_tokens": "cost per million",
     }
     columns = {key: name for key, name in columns.items() if rows and key in rows[0]}
-    headings = [*keys, *columns.values(), ""]
+    headings = [*(terminal.SHORT.get(key, key) for key in keys), *columns.values(), ""]
     for name, title in zip(FRONTS, ("TTFT", "interactivity"), strict=True):
         front = sorted((row for row in rows if row[name]), key=lambda row: row["output_throughput_per_gpu"])
         lines = [

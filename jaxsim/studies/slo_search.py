@@ -17,7 +17,6 @@ from jaxsim.settings import show
 from jaxsim.studies.job import Job
 
 UNITS = {"load": "req/s", "clients": "clients"}
-SHORT = {"max_num_seqs": "seqs", "max_num_batched_tokens": "tokens"}  # columns that are always there
 
 
 def exploration(job: Job) -> Exploration:
@@ -100,10 +99,10 @@ def _round(exploring: Exploration) -> dict[str, Any]:
 def _show(job: Job, exploring: Exploration, found: Result) -> None:
     """The table of settings and the best one."""
     rows, summary, ci95 = found.candidates, found.summary, found.summary.get("ci95", {})
-    keys = [key for key, values in exploring.space.values.items() if len(values) > 1 or key in SHORT]
+    keys = [key for key, values in exploring.space.values.items() if len(values) > 1 or key in terminal.SHORT]
     percentile = f"p{job.slo.percentile:g}"
     headings = [
-        *(SHORT.get(key, key) for key in keys),
+        *(terminal.SHORT.get(key, key) for key in keys),
         "load req/s",
         "clients",
         f"{percentile} TTFT",
