@@ -10,9 +10,9 @@ import optax
 
 from jaxsim.search.strategies import Problem
 
-FIRST, DECAY = 0.3, 0.75  # standard deviation of the draws, and its factor from generation to generation
+FIRST, DECAY = 0.4, 0.9  # standard deviation of the draws, and its factor from generation to generation
 CELL = 0.6  # its least value, in cells
-RATE = 0.2  # of Adam, as a share of the edge, falling like the deviation
+RATE = 0.12  # of Adam, as a share of the edge, falling like the deviation
 
 
 class Es:
