@@ -83,7 +83,7 @@ def start(name: str, seed: int, settings: int, loads: np.ndarray, simulations: n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Search strategies against the exhaustive answer.")
     parser.add_argument("--truth", type=Path, default=Path("TRUTH.json"))
     parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--settings", type=int, default=32, help="that a strategy may try, of 96")
