@@ -148,10 +148,10 @@ def test_equals_that_drive_each_other_out_for_ever_are_stuck():
 def test_more_ranks_than_one_word_of_words_has_bits():
     """The bitmaps' upper level has a bit for each 32 ranks; a burst of 1,200 requests on a pool that is too small."""
     rng = np.random.default_rng(7)
-    lengths = rng.integers(1, 60, (2, 1200)).tolist()
+    prompts, outputs = rng.integers(1, 60, (2, 1200)).tolist()
     engine = EngineConfig(24, 64, 61, 128, block_size=8, policy="priority", scheduler_reserve_full_isl=False)
     priorities = rng.integers(-1, 3, 1200).tolist()
-    case = reference.Case([0] * 1200, *lengths, engine, CostTable(step_ps=MS), priorities=priorities)
+    case = reference.Case([0] * 1200, prompts, outputs, engine, CostTable(step_ps=MS), priorities=priorities)
     result = reference.simulate(case)
     assert result.totals.num_preemptions > 100
     agree(case, run(case), result)
