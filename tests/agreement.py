@@ -128,6 +128,7 @@ def records(simulation: Simulation) -> dict[str, Any]:
     """Status and per-request records as plain lists."""
     names = "arrival_ps", "first_scheduled_ps", "first_token_ps", "finish_ps"
     names += "prompt_len", "num_preemptions", "recomputed_tokens", "hit_tokens", "output_tokens"
+    names += ("rejected",)
     return {"status": simulation.status.name} | {name: getattr(simulation, name).tolist() for name in names}
 
 
@@ -145,6 +146,7 @@ def expected_records(case: reference.Case, result: reference.Result) -> dict[str
         "recomputed_tokens": result.recomputed,
         "hit_tokens": [0] * len(case.prompts),
         "output_tokens": list(columns[8]),
+        "rejected": result.rejected,
     }
 
 
@@ -202,8 +204,8 @@ def waiting_growth(result: reference.Result) -> float:
     if not half:
         return 0.0
     grown = Fraction(0)
-    for row in result.reqs:
-        if row[1] is not None:
+    for row, rejected in zip(result.reqs, result.rejected, strict=True):
+        if row[1] is not None and not rejected:
             until = end if row[2] is None else row[2]
             grown += max(min(until, end) - max(row[1], start + half), 0)
             grown -= max(min(until, start + half) - max(row[1], start), 0)

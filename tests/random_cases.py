@@ -42,9 +42,12 @@ class Kind(NamedTuple):
     tables: bool  # some case has cost tables
     asynchronous: bool = False  # all cases have async_scheduling
     priority: bool = False  # all cases have the policy "priority"
+    inflow: bool = False  # all cases have max_queued_requests
+    swap: bool = False  # all cases have preemption_mode="swap"
 
     def __str__(self) -> str:
         words = ["async"] * self.asynchronous + ["priority"] * self.priority
+        words += ["inflow"] * self.inflow + ["swap"] * self.swap
         return " ".join([*words, "rich" if self.tables else "plain"])
 
 
@@ -52,6 +55,9 @@ PLAIN, RICH = Kind(False, False), Kind(True, True)
 ASYNC_PLAIN, ASYNC_RICH = (kind._replace(asynchronous=True) for kind in (PLAIN, RICH))
 KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH
 PRIORITY_KINDS = tuple(kind._replace(priority=True) for kind in KINDS)
+INFLOW_KINDS = tuple(kind._replace(inflow=True) for kind in KINDS)
+SWAP_KINDS = tuple(kind._replace(swap=True) for kind in (PLAIN, RICH))
+RELIEF_KINDS = *INFLOW_KINDS, *SWAP_KINDS, RICH._replace(inflow=True, swap=True)
 PRIORITY_PLAIN, PRIORITY_RICH = PRIORITY_KINDS[:2]
 
 
@@ -91,6 +97,10 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         max_num_active_seqs=pick(None, None, None, 1, max(1, seats // 2)),
         async_scheduling=kind.asynchronous,
         policy="priority" if kind.priority else "fcfs",
+        max_queued_requests=pick(1, 1, 2, 3, 5, 10, 1000) if kind.inflow else None,
+        max_new_tokens=pick(None, 1, 3, 20) if kind.inflow else None,
+        preemption_mode="swap" if kind.swap else "recompute",
+        num_cpu_blocks=pick(0, 1, 2, 5, 10, 40, 10_000) if kind.swap else 0,
     )
 
     # On a coarse grid arrivals meet the ends of iterations exactly; on the finest one any rounding shows.
@@ -98,6 +108,7 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
     price = lambda largest: unit * (rng.randint(0, largest) // unit)  # noqa: E731
     largest = {"step": 3 * MS if unit == MS else 20 * MS, "prefill_token": MS, "prefill_seq": MS, "decode_seq": MS}
     largest |= {"decode_ctx": MS // 20, "prefill_ctx": MS // 50, "pair": MS // 500}
+    swap_token_ps = price(2 * MS) if kind.swap else 0
     free = pick(False, False, False, False, False, True)
     charged = {name for name in COEFFICIENTS if not free and pick(True, False)}
     coefficients = {f"{name}_ps": price(largest[name]) if name in charged else 0 for name in COEFFICIENTS}
@@ -118,7 +129,9 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         arrivals.sort()
     clients = pick(None, None, None, None, None, 1, 2, 5, n, n + 3)
     think = unit * (rng.randint(0, pick(0, MS, 100 * MS)) // unit)
-    case = reference.Case(arrivals, prompts, outputs, engine, CostTable(**coefficients, **tables), clients, think)
+    clients = None if kind.inflow else clients
+    prices = CostTable(**coefficients, **tables, swap_token_ps=swap_token_ps)
+    case = reference.Case(arrivals, prompts, outputs, engine, prices, clients, think)
     if kind.priority:  # ties of priority and of arrival alike
         levels = pick(1, 2, 3, n)
         case = case._replace(priorities=[rng.randrange(levels) - 1 for _ in range(n)])
@@ -159,10 +172,13 @@ def shaping_case(kind: Kind) -> reference.Case:
         long_prefill_token_threshold=8 if kind.threshold else 0,
         async_scheduling=kind.asynchronous,
         policy="priority" if kind.priority else "fcfs",
+        max_queued_requests=1000 if kind.inflow else None,
+        preemption_mode="swap" if kind.swap else "recompute",
     )
     linear = np.arange(TABLE, dtype=np.int64) * 1000 if kind.tables else None
     prices = CostTable(step_ps=MS, linear_ps=linear)
-    return reference.Case([0] * REQUESTS, [1] * REQUESTS, [1] * REQUESTS, engine, prices, clients=REQUESTS)
+    clients = None if kind.inflow else REQUESTS
+    return reference.Case([0] * REQUESTS, [1] * REQUESTS, [1] * REQUESTS, engine, prices, clients)
 
 
 def with_shape(case: reference.Case, kind: Kind) -> reference.Case:

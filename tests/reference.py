@@ -68,6 +68,7 @@ class Result(NamedTuple):
     status: str  # DONE, STUCK or TRUNCATED
     recomputed: list[int]  # [N] tokens
     totals: Totals
+    rejected: list[bool]  # [N]
     stalled: int = 0  # rows without progress at the end: 0 where a STUCK head was refused, many in an endless loop
 
 
@@ -95,6 +96,8 @@ class Request:
     recomputed: int = 0
     hit_first: int | None = None
     hit_resumed: int = 0
+    swapped: int = 0  # tokens whose KV is in CPU memory
+    rejected: bool = False
 
     @property
     def known(self) -> int:
@@ -161,13 +164,27 @@ class Continuous:
         self.by_priority = engine.policy == "priority"
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
+        self.swapped: deque[Request] = deque()
+        self.swaps = getattr(engine, "preemption_mode", "recompute") == "swap"
+        self.cpu_free = getattr(engine, "num_cpu_blocks", 0)
+        self.moved = 0  # blocks, out and in, that no iteration has paid for yet
+        self.queue_limit = getattr(engine, "max_queued_requests", None)
 
     @property
     def free(self) -> int:
         return self.pool.free
 
+    @property
+    def queue(self) -> list[Request]:
+        """All that wait, those in CPU memory first."""
+        return [*self.swapped, *self.waiting]
+
     def arrive(self, requests: list[Request]) -> None:
-        self.waiting.extend(requests)
+        for request in requests:
+            if self.queue_limit is not None and len(self.queue) >= self.queue_limit:
+                request.rejected, request.waiting_since = True, None
+            else:
+                self.waiting.append(request)
         self.sort()
 
     def sort(self) -> None:
@@ -179,13 +196,13 @@ class Continuous:
         budget = self.continue_running(step, budget, threshold)
         if not step.preempted:
             budget = self.admit(step, budget, threshold)
-        if self.waiting:
+        if self.queue:
             step.refused = self.refusal(step, budget, threshold)
         return step.commit()
 
     def threshold(self) -> int:
         """Longest chunk of this call, 0 for no limit."""
-        load, threshold = len(self.running) + len(self.waiting), self.engine.long_prefill_token_threshold
+        load, threshold = len(self.running) + len(self.queue), self.engine.long_prefill_token_threshold
         if threshold <= 0 or (load <= 1 and self.engine.lone_request_without_threshold):
             return 0
         if self.engine.long_prefill_token_threshold_adaptive:
@@ -228,11 +245,11 @@ class Continuous:
     def admit(self, step: Step, budget: int, threshold: int) -> int:
         while budget > 0 and len(self.running) < self.cap:
             # Requests preempted with an iteration in flight are passed over until that has ended.
-            request = next((request for request in self.waiting if not request.in_flight), None)
+            request = next((request for request in self.queue if not request.in_flight), None)
             if request is None:
                 break
             hits = self.lookup(request)
-            hit = len(hits) * self.engine.block_size
+            hit = len(hits) * self.engine.block_size + request.swapped
             n = self.chunk(request.known - hit, threshold)
             if n > budget and not self.engine.enable_chunked_prefill:
                 break
@@ -242,7 +259,7 @@ class Continuous:
                 break
             if self.blocks(hit + n) - len(hits) > spare:
                 break
-            self.waiting.remove(request)
+            self.leave_queue(request)
             self.running.append(request)
             step.admitted.append((request, hit))
             request.computed, request.hashed = hit, len(hits)
@@ -252,6 +269,15 @@ class Continuous:
             step.run(request, n)
             budget -= n
         return budget
+
+    def leave_queue(self, request: Request) -> None:
+        if request.swapped:
+            self.swapped.remove(request)
+            self.cpu_free += self.blocks(request.swapped)
+            self.moved += self.blocks(request.swapped)
+            request.swapped = 0
+        else:
+            self.waiting.remove(request)
 
     def lookup(self, request: Request) -> list[int]:
         if not self.engine.enable_prefix_caching:
@@ -263,8 +289,9 @@ class Continuous:
             return "kv"
         if len(self.running) >= self.cap:
             return "seats"
-        head = self.waiting[0]
-        n = self.chunk(head.known - len(self.lookup(head)) * self.engine.block_size, threshold)
+        head = self.queue[0]
+        hit = len(self.lookup(head)) * self.engine.block_size + head.swapped
+        n = self.chunk(head.known - hit, threshold)
         if budget == 0 or (n > budget and not self.engine.enable_chunked_prefill):
             return "budget"
         return "kv"
@@ -296,9 +323,16 @@ class Continuous:
         """Preempt; the tokens that this step had given to the victim."""
         self.release(victim)
         victim.preemptions += 1
-        victim.recomputed += victim.computed
+        blocks = self.blocks(victim.computed)
+        if self.swaps and 0 < blocks <= self.cpu_free:
+            self.cpu_free -= blocks
+            self.moved += blocks
+            victim.swapped = victim.computed
+            self.swapped.appendleft(victim)
+        else:
+            victim.recomputed += victim.computed
+            self.waiting.appendleft(victim)
         victim.computed = 0
-        self.waiting.appendleft(victim)
         self.sort()
         step.preempted.append(victim)
         returned = sum(row.n for row in step.rows if row.request is victim)
@@ -316,6 +350,12 @@ class Continuous:
         else:
             self.waiting.remove(request)
 
+    def pay(self, step: Step) -> int:
+        """Blocks that an iteration pays for moving; one that schedules nothing leaves them to the next."""
+        moved = self.moved if step.rows else 0
+        self.moved -= moved
+        return moved
+
     def slots_used(self) -> int:
         return len(self.running)
 
@@ -329,6 +369,13 @@ class Static:
         self.running: list[Request] = []  # the batch in progress, finished rows included
         self.waiting: deque[Request] = deque()
         self.decoded = 0  # lockstep iterations of the batch so far
+
+    @property
+    def queue(self) -> deque[Request]:
+        return self.waiting
+
+    def pay(self, step: Step) -> int:
+        return 0
 
     def arrive(self, requests: list[Request]) -> None:
         self.waiting.extend(requests)
@@ -429,8 +476,9 @@ class Bill(NamedTuple):
     duration: int
 
 
-def bill(cost: Any, step: Step) -> Bill:
-    """The price of an iteration under a CostTable, and the quantities that it depends on."""
+def bill(cost: Any, step: Step, swapped: int = 0) -> Bill:
+    """The price of an iteration under a CostTable, and the quantities that it depends on; blocks of `swapped` tokens
+    were moved out and in."""
     chunks = [(row.computed, row.n) for row in step.rows if not row.decode]
     contexts = [row.computed + row.n for row in step.rows if row.decode] + step.padding
     prefill_tokens, prefill_ctx = sum(n for _, n in chunks), sum(computed + n for computed, n in chunks)
@@ -451,6 +499,7 @@ def bill(cost: Any, step: Step) -> Bill:
         + (int(cost.decode_ctx_ps) + entry(cost.decode_ctx_table_ps, decode_rows)) * decode_ctx
         + int(cost.prefill_ctx_ps) * prefill_ctx
         + int(cost.pair_ps) * sum(n * computed + n * (n + 1) // 2 for computed, n in chunks)
+        + int(getattr(cost, "swap_token_ps", 0)) * swapped
     )
     return Bill(prefill_tokens, decode_rows, prefill_ctx + decode_ctx, duration)
 
@@ -484,18 +533,18 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
             status = "STUCK"
             break
         step = Step()
-        if len(in_flight) < depth and (policy.running or policy.waiting):
+        if len(in_flight) < depth and (policy.running or policy.queue):
             step = policy.schedule(clock)
         if step.rows or step.preempted:
-            price, start = bill(case.cost, step), max(clock, last_end)
-            row = [len(iters), start, price.duration, len(policy.running), len(policy.waiting)]
+            price, start = bill(case.cost, step, policy.pay(step) * case.engine.block_size), max(clock, last_end)
+            row = [len(iters), start, price.duration, len(policy.running), len(policy.queue)]
             row += [price.prefill_tokens, price.decode_rows, price.ctx_sum, policy.free]
             row += [[value for r in step.rows for value in (r.request.rid, r.n)], [r.rid for r in step.preempted]]
             row += [[value for r, hit in step.admitted for value in (r.rid, hit)], []]
             row += [clock] if asynchronous else []
             iters.append(row)
             note_queue_times(step, start, count)
-            count["waiting_max"] = max(count["waiting_max"], len(policy.waiting))
+            count["waiting_max"] = max(count["waiting_max"], len(policy.queue))
             stalled = 0 if makes_progress(step) else stalled + 1
             if step.rows:
                 last_end = start + price.duration
@@ -519,9 +568,9 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
             continue
         later = [time for time in (arrivals.next(), step.wake) if time is not None]
         if not later:
-            status = "STUCK" if policy.running or policy.waiting else "DONE"
-            if policy.waiting:
-                last_end = max(last_end, policy.waiting[0].waiting_since or 0)
+            status = "STUCK" if policy.running or policy.queue else "DONE"
+            if policy.queue:
+                last_end = max(last_end, policy.queue[0].waiting_since or 0)
             break
         clock = min(later)
 
@@ -536,7 +585,7 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
         [r.rid, r.arrival, r.first_sched, r.first_token, r.finish, r.preemptions, r.hit_first, r.hit_resumed, r.out]
         for r in requests
     ]
-    return Result(iters, reqs, status, recomputed, totals, stalled)
+    return Result(iters, reqs, status, recomputed, totals, [r.rejected for r in requests], stalled)
 
 
 def make_requests(case: Case) -> list[Request]:
@@ -546,7 +595,8 @@ def make_requests(case: Case) -> list[Request]:
         if not 1 <= prompt < limit or output < 1:
             raise ValueError(f"request {rid}: prompt {prompt}, output {output}, max_model_len {limit}")
         when = None if rid >= sent else int(arrival) if case.clients is None else 0
-        requests.append(Request(rid, int(prompt), min(int(output), limit - int(prompt)), when, waiting_since=when))
+        produced = min(int(output), limit - int(prompt), getattr(case.engine, "max_new_tokens", None) or limit)
+        requests.append(Request(rid, int(prompt), produced, when, waiting_since=when))
     if case.priorities is not None:
         for request, priority in zip(requests, case.priorities, strict=True):
             request.priority = priority

@@ -5,6 +5,7 @@
       + (decode_ctx + decode_ctx_table[decode rows]) * sum of context after the step over decode rows
       + prefill_ctx * sum(computed + n) over prefill rows
       + pair * sum(n * computed + n * (n + 1) / 2) over prefill rows
+      + swap_token * block size * blocks swapped out and in by the schedule
 
 A decode row has at least one output token and lacks the KV of exactly one known token; every other scheduled row is a
 prefill row with n tokens (a prompt's chunk, or the recomputation of a preempted request). For a fixed batch t is affine
@@ -31,6 +32,7 @@ class CostTable:
     decode_ctx_ps: int = 0
     prefill_ctx_ps: int = 0
     pair_ps: int = 0
+    swap_token_ps: int = 0  # to move the KV of one token between GPU and CPU memory; whole blocks move
     linear_ps: np.ndarray | None = None  # [T + 1] int64 by scheduled tokens, T >= max_num_batched_tokens
     decode_base_ps: np.ndarray | None = None  # [B + 1] int64 by decode rows, B >= max_num_seqs
     decode_ctx_table_ps: np.ndarray | None = None  # [B + 1] int64 by decode rows

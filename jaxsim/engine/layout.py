@@ -26,6 +26,7 @@ FIT = 2  # decoding: the iteration at whose start it is finished; prompt in prog
 BELOW = 3  # the running request admitted before it
 FIRST_SCHEDULED = 4  # two words: picoseconds, NONE before
 FIRST_TOKEN = 6  # position in the log of ends of iterations, NONE before
+SWAPPED = 7  # computed tokens whose KV is in CPU memory; only with Limits.swap
 # The half that finishing and preemption write.
 LAST_TOKEN = 8  # two words: when the last token known at that moment appeared, NONE before
 PREEMPTIONS = 10
@@ -33,7 +34,8 @@ RECOMPUTED = 11
 GENERATED = 12  # output tokens, up to date when waiting or finished
 PROMPT = 13
 OUTPUT = 14
-LINK = 15  # preempted: the next in the waiting queue; resumed: the next whose gap is to be counted
+LINK = 15  # the next in the waiting queue, of preempted and, across a hole, of fresh requests; resumed: the next whose
+# gap is to be counted
 
 # Under the policy "priority" each request has a ticket and each rank a place; see priority.py.
 TICKET, PLACE = 4, 3
@@ -66,6 +68,8 @@ class Limits:
     trace: bool = False
     static: bool = False  # static batching
     asynchronous: bool = False  # async scheduling
+    inflow: bool = False  # max_queued_requests is set somewhere
+    swap: bool = False  # preemption_mode="swap" somewhere
     priority: bool = False  # the policy "priority"
     fenced: bool = True  # store intermediate results: on CPUs
     nodes: int = 0  # prefix caching: nodes of the trie, rows for segments (0 for no caching) and for holds
@@ -168,6 +172,10 @@ class Knobs(NamedTuple):
     padding: jax.Array  # bool, static batching bills finished rows
     wait_ps: jax.Array  # int64, static batching waits for a full batch
     think_ps: jax.Array  # int64, a client's pause between requests
+    queue_limit: jax.Array  # max_queued_requests
+    swaps: jax.Array  # bool, preemption_mode="swap"
+    cpu_blocks: jax.Array  # num_cpu_blocks
+    swap_block_ps: jax.Array  # int64, to move a block between GPU and CPU memory
     chains: jax.Array  # which of the tables of chains
     table: jax.Array  # which of the cost tables
     step_ps: jax.Array  # int64, as the next ones

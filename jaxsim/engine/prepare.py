@@ -97,6 +97,8 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         static=engines[0].batching == "static",
         asynchronous=engines[0].overlaps,
         priority=by_priority,
+        inflow=engines[0].max_queued_requests is not None,
+        swap=engines[0].preemption_mode == "swap",
         fenced=jax.default_backend() == "cpu",
         **rows,
     )
@@ -138,6 +140,21 @@ def _chains(
     return padded(tries, requests, paths, nodes), rows
 
 
+def capped(requests: Sequence[Requests], engines: Sequence[EngineConfig]) -> list[Requests]:
+    """The requests with outputs of at most each engine's max_new_tokens; equal caps of a list are one object."""
+    made: dict[tuple[int, int], Requests] = {}
+    result = []
+    for listed, engine in zip(requests, engines, strict=True):
+        cap = engine.max_new_tokens
+        if cap is not None:
+            key = (id(listed), cap)
+            if key not in made:
+                made[key] = listed._replace(output_len=np.minimum(listed.output_len, cap))
+            listed = made[key]
+        result.append(listed)
+    return result
+
+
 def arrival_order(requests: Requests, closed: bool) -> np.ndarray:
     """[N] index of the k-th request to arrive: by time, ties in list order; in a closed loop the list's order."""
     if closed:
@@ -155,6 +172,9 @@ def check(settings: Settings) -> None:
             raise ConfigError("clients", clients, "must be an integer from 1, or None for an open loop")
         if not 0 < stretch < np.inf:
             raise ConfigError("stretch", stretch, "must be a number above 0")
+        if clients is not None and engine.max_queued_requests is not None:
+            limit = engine.max_queued_requests
+            raise ConfigError("engine.max_queued_requests", limit, "must be None in a closed loop: its clients wait")
         pauses = 0 if clients is None else -(-len(np.asarray(requests.prompt_len)) // clients)
         if not 0 <= think_time_s * max(pauses, 1) < LATEST_S:
             allowed = f"must be from 0 and, times {max(pauses, 1)} requests of a client, below {LATEST_S:g} seconds"
@@ -236,6 +256,10 @@ def _knobs(settings: Settings, costs: list[CostTable], cost_index: list[int], le
         "padding": column("static_padding", np.bool_),
         "wait_ps": picoseconds(column("static_wait_s", np.float64)),
         "think_ps": picoseconds(settings.think_time_s),
+        "queue_limit": np.array([engine.max_queued_requests or LARGEST for engine in engines], np.int32),
+        "swaps": np.array([engine.preemption_mode == "swap" for engine in engines]),
+        "cpu_blocks": column("num_cpu_blocks"),
+        "swap_block_ps": np.array([cost.swap_token_ps for cost in costs], np.int64)[cost_index] * column("block_size"),
         "chains": np.zeros(len(engines), np.int32),
         "table": np.array(cost_index, np.int32),
         **coefficients,

@@ -12,6 +12,7 @@ from jaxsim.engine.layout import (
     GENERATED,
     INFINITE,
     LAST_TOKEN,
+    LINK,
     OUTPUT,
     PREEMPTIONS,
     PROMPT,
@@ -44,6 +45,7 @@ def simulation(
         result[order] = values
         return result
 
+    rejected = np.zeros(n, bool) if state.inflow is None else turned_away(rows, first_scheduled, engine, state)
     hits = np.zeros((n, 2), np.int32)
     if cache is not None:
         visitors = cache[limits.visitor_rows : limits.visitor_rows + n * VISITOR].reshape(n, VISITOR)
@@ -60,10 +62,27 @@ def simulation(
         recomputed_tokens=ordered(rows[:, RECOMPUTED]),
         hit_tokens=ordered(hits[:, 0]),
         status=Status(int(state.status)),
-        totals=totals_of(limits, engine, rows, arrival, first_scheduled, state),
+        totals=totals_of(limits, engine, rows, arrival, np.where(rejected, arrival, first_scheduled), state),
         closed_loop=closed_loop,
         resumed_hit_tokens=ordered(hits[:, 1]),
+        rejected=ordered(rejected),
     )
+
+
+def turned_away(rows: np.ndarray, first_scheduled: np.ndarray, engine: EngineConfig, state: Any) -> np.ndarray:
+    """Requests that were judged, were not admitted and do not wait; [N] bool in order of arrival.
+
+    Nobody leaves the queue of a run that is stuck: of those to come as many join as there is room for.
+    """
+    rejected = first_scheduled < 0
+    waiting, end = int(state.inflow.waiting), int(state.inflow.end)
+    room = max((engine.max_queued_requests or 0) - waiting - int(state.preempted_count), 0)
+    rejected[end : end + room] = False
+    place = int(state.fresh_head)
+    for _ in range(waiting):
+        rejected[place] = False
+        place = place + 1 if rows[place, LINK] < 0 else int(rows[place, LINK])
+    return rejected
 
 
 def totals_of(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsim.engine import swap as swapping
 from jaxsim.engine.blocks import add_phase, blocks_for, quotient, remainder
 from jaxsim.engine.layout import (
     BELOW,
@@ -25,6 +26,7 @@ from jaxsim.engine.layout import (
     PREEMPTIONS,
     PREV,
     PROMPT,
+    SWAPPED,
     Knobs,
     Limits,
 )
@@ -46,6 +48,7 @@ class Look(NamedTuple):
     arrives_next_ps: jax.Array  # int64, and of the one after it
     arrived: jax.Array  # fresh requests that have arrived; only with Limits.threshold, else 0
     turn: Any = None  # priority.Turn with Limits.priority
+    gate: Any = None  # inflow.Gate with Limits.inflow
     leaver_ticket: Any = None  # [TICKET] with Limits.priority
     joiner_ticket: Any = None
 
@@ -86,6 +89,8 @@ class Pass1(NamedTuple):
     pops: Any = None  # with Limits.priority, bool: `leaver` leaves the list of running requests
     plans: Any = None  # bool: the chunk is only planned
     queue: Any = None  # priority.Queue with the plan
+    swap: Any = None  # swap.Swap with Limits.swap
+    swaps: Any = None  # and bool: the victim's blocks go to CPU memory
 
 
 class Pass2(NamedTuple):
@@ -109,14 +114,16 @@ class Pass2(NamedTuple):
     free: jax.Array
     left: jax.Array
     newest: jax.Array
-    hits: Any = None  # Hits with Limits.prefix
+    hits: Any = None  # Hits with Limits.prefix or Limits.swap
     queued: Any = None  # with Limits.priority: requests that have entered the queue and wait
+    inflow: Any = None  # inflow.Inflow with Limits.inflow
+    swap: Any = None  # swap.Swap with Limits.swap
 
 
 class Hits(NamedTuple):
-    """What the prefix cache has to do with the head of the queue."""
+    """What the head of the queue need not compute, found in the prefix cache or in CPU memory."""
 
-    tokens: jax.Array  # of the head that it has
+    tokens: jax.Array
     late: jax.Array  # bool: the head is admitted as a decode row
     looks: jax.Array  # bool: the head is to be looked up before it can be admitted
     takes: jax.Array  # blocks to take from the free queue, those of pass 1 included
@@ -225,6 +232,10 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         held, held_blocks = held - count(drops), held_blocks - jnp.where(drops, finished_blocks, 0)
         victim_computed = jnp.where(drops, finished_context, victim_computed)
 
+    swap: Any = None
+    swaps: Any = jnp.bool_(False)
+    if limits.swap:
+        swap, swaps = swapping.out(knobs, s.swap, look.leaver, preempts, victim_computed)
     begun = s.begun | passes
     continues = passes & look.prompted & (chunk > 0)
     left = jnp.where(begun, budget + count(counted) - jnp.where(passes, chunk, 0), s.left)
@@ -265,7 +276,9 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         decodes=decodes - count(decoding),
         context=context - jnp.where(decoding, victim_computed, 0),
         running=running - count(preempts),
-        preempted_head=s.preempted_head if limits.priority else jnp.where(preempts, look.leaver, s.preempted_head),
+        preempted_head=s.preempted_head
+        if limits.priority
+        else jnp.where(preempts & ~swaps, look.leaver, s.preempted_head),
         preempted_count=s.preempted_count + count(preempts),
         newest=s.newest if limits.priority else jnp.where(pops, gone[BELOW], s.newest),
         left=left,
@@ -274,6 +287,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         pops=pops if limits.priority else None,
         plans=plans,
         queue=queue,
+        swap=swap,
+        swaps=swaps if limits.swap else None,
     )
 
 
@@ -296,7 +311,8 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         # The head is known when all that have arrived are in the queue.
         head_waits = (queued > 0) & ~look.turn.more_enter
     else:
-        head_waits = (p.preempted_head != NONE) | (look.arrives_ps <= s.look_ps)
+        requeued = p.preempted_count > 0 if limits.swap else p.preempted_head != NONE
+        head_waits = requeued | (look.arrives_ps <= s.look_ps)
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
     hit: Any = 0
@@ -308,11 +324,16 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         attempt = attempt & ~looks
         hit_blocks, idle_blocks = s.cache.position, s.cache.idle
         hit = hit_blocks * knobs.block_size
-    needed = known - hit if limits.prefix else known
+    swapped: Any = jnp.bool_(False)
+    if limits.swap:
+        swapped = s.swap.head != NONE
+        hit = jnp.where(swapped, row[SWAPPED], 0)
+    computed = limits.prefix or limits.swap
+    needed = known - hit if computed else known
     wanted = cut(needed, p.threshold)
     over_budget = ~knobs.chunked & (wanted > p.left)
     tokens = jnp.minimum(wanted, p.left)
-    blocks = blocks_for(hit + tokens if limits.prefix else tokens, knobs.block_size)
+    blocks = blocks_for(hit + tokens if computed else tokens, knobs.block_size)
     reserve = jnp.maximum(blocks, jnp.where(knobs.full_isl, blocks_for(known, knobs.block_size), 0))
     if limits.prefix:
         blocks = blocks - hit_blocks
@@ -328,16 +349,29 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         preempted_head = p.preempted_head
         queued = queued - count(admits) + count(p.preempts)
     else:
-        from_preempted = admits & (s.preempted_head != NONE)
-        from_fresh = admits & (s.preempted_head == NONE)
-        preempted_head = jnp.where(from_preempted, row[LINK], p.preempted_head)
+        from_preempted = admits & ((s.preempted_head != NONE) | swapped)
+        from_fresh = admits & ~from_preempted
+        preempted_head = jnp.where(from_preempted & ~swapped, row[LINK], p.preempted_head)
     arrives_ps = jnp.where(from_fresh, look.arrives_next_ps, look.arrives_ps)
     running = p.running + count(admits)
     left = p.left - jnp.where(admits, tokens, 0)
-    head_waits = (queued > 0 if limits.priority else preempted_head != NONE) | (arrives_ps <= s.look_ps)
+    preempted_count = p.preempted_count - count(from_preempted)
+    if limits.priority:
+        requeued = queued > 0
+    else:
+        requeued = preempted_count > 0 if limits.swap else preempted_head != NONE
+    head_waits = requeued | (arrives_ps <= s.look_ps)
     more = ~p.preempted & ~refused & head_waits & (left > 0) & (running < knobs.seats)
     runs = look.active & p.begun & ~more & ~p.more_finish & (p.cursor == NONE)
     hits, held = None, blocks
+    if limits.swap:
+        no, late = jnp.bool_(False), head_complete & (tokens == 1) & (row[GENERATED] > 0)
+        hits = Hits(hit, late, no, jnp.int32(0), no)
+    inflow: Any = None
+    fresh_head = s.fresh_head + count(from_fresh)
+    if limits.inflow:
+        inflow = look.gate.queue._replace(waiting=look.gate.queue.waiting - count(from_fresh))
+        fresh_head = jnp.where(from_fresh, look.gate.next, look.gate.head)
     if limits.prefix:
         late = head_complete & (tokens == 1) & (row[GENERATED] > 0)
         # An iteration runs in a step of its own, when the cache has followed the schedule.
@@ -359,15 +393,17 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         runs=runs,
         head_waits=head_waits,
         arrives_ps=arrives_ps,
-        fresh_head=s.fresh_head + count(from_fresh),
+        fresh_head=fresh_head,
         preempted_head=preempted_head,
-        preempted_count=p.preempted_count - count(from_preempted),
+        preempted_count=preempted_count,
         running=running,
         free=p.free - jnp.where(admits, held, 0),
         left=left,
         newest=p.newest if limits.priority else jnp.where(admits, look.joiner, p.newest),
         hits=hits,
         queued=queued,
+        inflow=inflow,
+        swap=swapping.back(knobs, p.swap, row, admits & swapped) if limits.swap else None,
     )
 
 

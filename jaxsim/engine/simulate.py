@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxsim.engine.cost import Cost
 from jaxsim.engine.lanes import run
-from jaxsim.engine.prepare import Settings, arrival_order, prepare
+from jaxsim.engine.prepare import Settings, arrival_order, capped, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
 from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
@@ -92,10 +92,12 @@ def _run(
     replay: Replay | None,
 ) -> list[Simulation]:
     results: list[Any] = [None] * len(settings.engine)
+    settings = settings._replace(requests=capped(settings.requests, settings.engine))
     # Static and continuous batching, async scheduling and prefix caching are different programs.
     programs: dict[tuple, list[int]] = {}
     for i, engine in enumerate(settings.engine):
         kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching, engine.by_priority)
+        kind += (engine.max_queued_requests is not None, engine.preemption_mode)
         programs.setdefault((kind, 1), []).append(i)
     while programs:
         (kind, room), index = programs.popitem()

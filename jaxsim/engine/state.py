@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine.cache import initial_cache
+from jaxsim.engine.inflow import initial_inflow
 from jaxsim.engine.layout import (
     GENERATED,
     INFINITE,
@@ -21,6 +22,7 @@ from jaxsim.engine.layout import (
 )
 from jaxsim.engine.priority import initial_memory, initial_queue
 from jaxsim.engine.statistics import Statistics
+from jaxsim.engine.swap import initial_swap
 from jaxsim.engine.types import Status
 
 
@@ -75,6 +77,8 @@ class State(NamedTuple):
     statistics: Statistics
     cache: Any = None  # prefix.Cache with Limits.prefix
     queue: Any = None  # priority.Queue with Limits.priority
+    inflow: Any = None  # inflow.Inflow with Limits.inflow
+    swap: Any = None  # swap.Swap with Limits.swap
 
 
 class Event(NamedTuple):
@@ -143,5 +147,7 @@ def initial(
         "statistics": Statistics.zero(),
         "cache": initial_cache(limits, knobs) if limits.prefix else None,
         "queue": initial_queue(limits) if limits.priority else None,
+        "inflow": initial_inflow() if limits.inflow else None,
+        "swap": initial_swap(knobs) if limits.swap else None,
     }
     return State(**fields)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsim.engine import leap, priority
+from jaxsim.engine import inflow, leap, priority
 from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
@@ -34,6 +34,7 @@ from jaxsim.engine.layout import (
     PROMPT,
     RECOMPUTED,
     ROW,
+    SWAPPED,
     WINDOW,
     Knobs,
     Limits,
@@ -117,10 +118,18 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     finishes = active & (finisher != NONE)
     leaver = jnp.where(finishes, finisher, s.newest)
     prompt = jnp.where(s.begun, s.cursor, s.prompt_first)
-    head = jnp.where(s.preempted_head != NONE, s.preempted_head, s.fresh_head)
+    gate: Any = None
+    if limits.inflow:
+        gate = inflow.judge(limits, knobs, s.inflow, s.memory, s.fresh_head, s.preempted_count, s.look_ps)
+        arrives_ps, arrived = arrivals(limits, s.memory, gate.head)[0], gate.queue.waiting
+        arrives_next_ps = arrivals(limits, s.memory, gate.next)[0]
+    else:
+        arrives_ps, arrives_next_ps = arrivals(limits, s.memory, s.fresh_head)
+        arrived = arrived_by(limits, s.memory, s.fresh_head, s.look_ps) if limits.threshold else jnp.int32(0)
+    head = jnp.where(s.preempted_head != NONE, s.preempted_head, gate.head if limits.inflow else s.fresh_head)
+    if limits.swap:
+        head = jnp.where(s.swap.head != NONE, s.swap.head, head)
     joiner = jnp.where(prompt != NONE, prompt, head)
-    arrives_ps, arrives_next_ps = arrivals(limits, s.memory, s.fresh_head)
-    arrived = arrived_by(limits, s.memory, s.fresh_head, s.look_ps) if limits.threshold else jnp.int32(0)
     if limits.closed_loop:
         returns = finishes & (s.arrivals_known < knobs.num_requests)
         back_ps = s.clock_ps + knobs.think_ps
@@ -146,6 +155,7 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         arrives_next_ps=arrives_next_ps,
         arrived=arrived,
         turn=turn,
+        gate=gate,
         leaver_ticket=priority.ticket(limits, s.memory, leaver) if limits.priority else None,
         joiner_ticket=priority.ticket(limits, s.memory, joiner) if limits.priority else None,
     )
@@ -203,6 +213,8 @@ def iterate(
         c["pairs"],
     )
     duration_ps, _ = leap.iteration_time(knobs, tables, batch)
+    if a.swap is not None:
+        duration_ps = duration_ps + a.swap.moved.astype(jnp.int64) * knobs.swap_block_ps
     duration_ps = jnp.where(works, duration_ps, 0)
     decodes = p.decodes + jnp.where(works, c["joined"], 0)
     context = p.context + jnp.where(works, p.decodes + c["joined_context"], 0)
@@ -249,7 +261,11 @@ def bound_leap(
         stays_refused = jnp.bool_(False)
     blocked = full | in_progress | stays_refused
     look_ps = s.clock_ps if limits.asynchronous else i.end_ps
-    queued = (a.queued > 0 if limits.priority else a.preempted_head != NONE) | (a.arrives_ps <= look_ps)
+    if limits.priority:
+        queued = a.queued > 0
+    else:
+        queued = a.preempted_count > 0 if limits.swap else a.preempted_head != NONE
+    queued = queued | (a.arrives_ps <= look_ps)
     rest = quotient(prompts.known - prompts.done - 1, jnp.maximum(i.chunk, 1))
     bound = jnp.where(in_progress, jnp.minimum(completion, rest), jnp.where(i.decodes > 0, completion, 0))
     bound = jnp.minimum(bound, leap.fitting(i.free, i.decodes, i.chunk, knobs.block_size))
@@ -314,16 +330,19 @@ def write(
     sink_row = limits.requests * ROW + nothing
     clock_low, clock_high = split_time(s.clock_ps)
     knows_last = p.decoding | look.finishes
+    lost, queue = p.preempts | p.drops, s.preempted_head
+    if limits.swap:
+        lost, queue = lost & ~p.swaps, pick(p.swaps, s.swap.head, queue)
     departure = jnp.stack(
         [
             pick(knows_last, clock_low, gone[LAST_TOKEN]),
             pick(knows_last, clock_high, gone[LAST_TOKEN + 1]),
             gone[PREEMPTIONS] + count(p.preempts | p.drops),
-            gone[RECOMPUTED] + pick(p.preempts | p.drops, p.victim_computed, 0),
+            gone[RECOMPUTED] + pick(lost, p.victim_computed, 0),
             pick(look.finishes | p.drops, gone[OUTPUT], p.generated),
             gone[PROMPT],
             gone[OUTPUT],
-            gone[LINK] if limits.priority else pick(p.preempts, s.preempted_head, gone[LINK]),
+            gone[LINK] if limits.priority else pick(p.preempts, queue, gone[LINK]),
         ]
     )
     opens = a.admits & (row[PREEMPTIONS] == 0)
@@ -381,6 +400,10 @@ def write(
         ]
     if pending_before is not None:
         cells += [(a.joins & ~a.first_token, look.joiner * ROW + LINK, pending_before)]
+    if limits.swap:
+        cells += [(p.swaps, look.leaver * ROW + SWAPPED, p.victim_computed)]
+    if limits.inflow:
+        cells += [(look.gate.links, look.gate.link_from * ROW + LINK, look.gate.link_to)]
     if marks is not None:
         cells += marks.cells
     return write_cells(memory, limits.sinks, cells)
@@ -482,11 +505,12 @@ def step(
     if limits.statistics or limits.trace:
         # Requests that wait after the (last) schedule() call of this step.
         last_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations - 1, s.clock_ps, limits.asynchronous)
-        waiting = (
-            p.dropped
-            + (a.queued if limits.priority else a.preempted_count)
-            + arrived_by(limits, memory, a.fresh_head, jnp.where(j.iterations > 0, last_ps, s.look_ps))
-        )
+        last_ps = jnp.where(j.iterations > 0, last_ps, s.look_ps)
+        if limits.inflow:
+            fresh = inflow.waiting_at(limits, knobs, a.inflow, memory, a.preempted_count, last_ps)
+        else:
+            fresh = arrived_by(limits, memory, a.fresh_head, last_ps)
+        waiting = p.dropped + (a.queued if limits.priority else a.preempted_count) + fresh
     if settle_row is not None:
         gap_ps = s.clock_ps - join_time(settle_row[LAST_TOKEN], settle_row[LAST_TOKEN + 1])
         left_waiting = i.works & (a.head_waits | (p.dropped > 0))
@@ -560,7 +584,8 @@ def step(
         later_ps = a.arrives_ps  # an arrival may become the head
     elif limits.threshold:
         # An arrival brings the threshold that a lone prompt lacked, with which it may fit.
-        later_ps, _ = arrivals(limits, memory, jnp.minimum(a.fresh_head + look.arrived, limits.requests))
+        later = a.inflow.end if limits.inflow else jnp.minimum(a.fresh_head + look.arrived, limits.requests)
+        later_ps, _ = arrivals(limits, memory, later)
     wake_ps = jnp.where(a.head_waits, later_ps, a.arrives_ps)
     wakes = idle & (wake_ps < INFINITE)
     over = idle & ~a.head_waits & ~wakes
@@ -618,5 +643,7 @@ def step(
         statistics=statistics,
         cache=cache,
         queue=queue,
+        inflow=a.inflow,
+        swap=a.swap._replace(moved=jnp.where(i.works, 0, a.swap.moved)) if limits.swap else None,
         **collected,
     ), event

@@ -66,6 +66,10 @@ class EngineConfig:
     scheduler_reserve_full_isl: bool = True
     max_num_active_seqs: int | None = None
     async_scheduling: bool = False
+    preemption_mode: str = "recompute"  # "swap" as vLLM's V0 had it
+    num_cpu_blocks: int = 0  # for swapped requests
+    max_queued_requests: int | None = None  # a request that finds so many waiting is rejected
+    max_new_tokens: int | None = None  # cap on every request's output
     batching: str = "continuous"
     static_padding: bool = False  # static batching bills every row of a batch until the batch ends
     static_wait_s: float = 0.0  # static batching waits at most this long, from the head's arrival, for a full batch
@@ -128,10 +132,36 @@ class EngineConfig:
         if self.self_preemption == "ends" and self.by_priority:
             allowed = "must be continues with policy=priority: running requests that miss a turn are not modelled"
             raise ConfigError("engine.self_preemption", "ends", allowed)
+        self._check_relief()
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
         if not 0 <= self.static_wait_s < LATEST_S:
             raise ConfigError("engine.static_wait_s", self.static_wait_s, f"must be from 0 to {LATEST_S:g} seconds")
+
+    def _check_relief(self) -> None:
+        """What operators reach for when the queue grows or blocks run out."""
+        for key in ("max_queued_requests", "max_new_tokens"):
+            value = getattr(self, key)
+            if value is not None and (not is_integer(value) or not 1 <= value < LARGEST):
+                raise ConfigError(f"engine.{key}", value, f"must be an integer from 1 to {LARGEST - 1}, or None")
+        if self.preemption_mode not in ("recompute", "swap"):
+            raise ConfigError("engine.preemption_mode", self.preemption_mode, "must be recompute or swap")
+        if not is_integer(self.num_cpu_blocks) or not 0 <= self.num_cpu_blocks < LARGEST:
+            raise ConfigError("engine.num_cpu_blocks", self.num_cpu_blocks, f"must be from 0 to {LARGEST - 1}")
+        others = {
+            "async_scheduling": (self.async_scheduling, True),
+            "enable_prefix_caching": (self.enable_prefix_caching, True),
+            "policy": (self.policy, "priority"),
+            "batching": (self.batching, "static"),
+        }
+        for key, value, barred in (
+            ("preemption_mode", "swap" if self.preemption_mode == "swap" else None, tuple(others)),
+            ("max_queued_requests", self.max_queued_requests, ("policy", "batching")),
+        ):
+            for other in barred if value is not None else ():
+                if others[other][0] == others[other][1]:
+                    shown = str(others[other][1]).lower()
+                    raise ConfigError(f"engine.{key}", value, f"is not modelled together with {other}={shown}")
 
 
 class Totals(NamedTuple):
@@ -179,6 +209,7 @@ class Simulation:
     totals: Totals
     closed_loop: bool = False
     resumed_hit_tokens: Any = 0  # [N] int32, tokens found when preempted requests were admitted again
+    rejected: Any = False  # [N] bool, turned away by max_queued_requests
     iterations: list = field(default_factory=list)  # rows in the golden columns, with trace=True; times in ps
     series: np.ndarray | None = None  # with series=True: a structured array, one element per iteration
 

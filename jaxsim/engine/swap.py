@@ -1,0 +1,40 @@
+"""Preemption by swapping, as vLLM's V0 had it: the victim's blocks go to CPU memory and come back before it runs on.
+
+A victim for whose blocks the CPU pool has no room is recomputed. Swapped requests come back before all that wait, the
+one that was admitted first ahead, by the rules of admission: a seat, budget for what is still to be computed, and free
+blocks for all of it. Moving a block takes knobs.swap_block_ps, in the iteration of that schedule() call.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxsim.engine.blocks import blocks_for
+from jaxsim.engine.layout import LINK, NONE, SWAPPED, Knobs
+
+
+class Swap(NamedTuple):
+    """Scalars, int32."""
+
+    head: jax.Array  # the first request to come back, or NONE
+    free: jax.Array  # blocks of the CPU pool
+    moved: jax.Array  # blocks, out and in, that no iteration has paid for yet
+
+
+def initial_swap(knobs: Knobs) -> Swap:
+    return Swap(jnp.int32(NONE), knobs.cpu_blocks, jnp.int32(0))
+
+
+def out(knobs: Knobs, s: Swap, victim: jax.Array, preempts: jax.Array, computed: jax.Array) -> tuple[Swap, jax.Array]:
+    """The pool after a preemption, and whether the victim was swapped."""
+    blocks = blocks_for(computed, knobs.block_size)
+    swaps = preempts & knobs.swaps & (computed > 0) & (blocks <= s.free)
+    moved = jnp.where(swaps, blocks, 0)
+    return Swap(jnp.where(swaps, victim, s.head), s.free - moved, s.moved + moved), swaps
+
+
+def back(knobs: Knobs, s: Swap, row: jax.Array, returns: jax.Array) -> Swap:
+    """The pool after the admission of its head, whose row is given, if it `returns`."""
+    moved = jnp.where(returns, blocks_for(row[SWAPPED], knobs.block_size), 0)
+    return Swap(jnp.where(returns, row[LINK], s.head), s.free + moved, s.moved + moved)
