@@ -108,9 +108,6 @@ class EngineConfig:
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
         if self.enable_prefix_caching and self.batching == "static":
             raise ConfigError("engine.enable_prefix_caching", True, "must be false when batching=static")
-        if self.enable_prefix_caching and self.async_scheduling:
-            allowed = "must be false with async_scheduling=true: the two are not modelled together"
-            raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
         if not 0 <= self.static_wait_s < LATEST_S:
