@@ -2,7 +2,7 @@
 
 import json
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import block_pool
@@ -10,10 +10,12 @@ import golden_cases
 import numpy as np
 import pytest
 import reference
+from agreement import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_cases import Priced, requests_of
 
-from jaxsim.engine import AffineCost, EngineConfig, Requests, Simulation, Status, prepare, simulate, simulate_many
+from jaxsim.engine import AffineCost, CostTable, EngineConfig, Requests, Simulation, prepare, simulate, simulate_many
 from jaxsim.engine.chains import trie_of
 from jaxsim.errors import ConfigError
 
@@ -103,102 +105,64 @@ def first_tokens(parts: list[tuple[str, int, int]], limit: int) -> list[tuple[st
     return kept
 
 
-def random_case(rng: random.Random, thresholds: list[int], active_seqs: bool = True) -> dict[str, Any]:
+def random_case(rng: random.Random, thresholds: list[int], asynchronous: bool) -> reference.Case:
     block_size, longest, seqs = rng.choice([1, 2, 3, 4]), rng.choice([16, 24, 40]), rng.randint(1, 8)
     chunked = rng.random() < 0.8
-    engine = {
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": max(seqs, rng.choice([4, 8, 16, 32])) if chunked else longest + rng.choice([0, 24]),
-        "num_gpu_blocks": min(-(-longest // block_size) + 1 + rng.choice([0, 0, 1, 2, 4, 8, 20]), 64),
-        "block_size": block_size,
-        "max_model_len": longest,
-        "enable_chunked_prefill": chunked,
-        "enable_prefix_caching": True,
-        "scheduler_reserve_full_isl": rng.random() < 0.7,
-        "watermark": rng.choice([0.0, 0.0, 0.05, 0.2]),
-        "max_num_active_seqs": rng.choice([None, None, max(1, seqs - 1)]) if active_seqs else None,
-        "long_prefill_token_threshold": rng.choice(thresholds),
-        "long_prefill_token_threshold_adaptive": rng.random() < 0.3,
-    }
+    engine = EngineConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 32])) if chunked else longest + rng.choice([0, 24]),
+        num_gpu_blocks=min(-(-longest // block_size) + 1 + rng.choice([0, 0, 1, 2, 4, 8, 20]), 64),
+        block_size=block_size,
+        max_model_len=longest,
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=True,
+        scheduler_reserve_full_isl=rng.random() < 0.7,
+        watermark=rng.choice([0.0, 0.0, 0.05, 0.2]),
+        max_num_active_seqs=rng.choice([None, None, max(1, seqs - 1)]),
+        long_prefill_token_threshold=rng.choice(thresholds),
+        long_prefill_token_threshold_adaptive=rng.random() < 0.3,
+        async_scheduling=asynchronous,
+    )
     segments, outputs, streams = random_prompts(rng, block_size, longest, rng.randint(2, 14))
     gaps = rng.choice([[0], [0, 0, 1, 3, 10, 40]])
-    return {
-        "arrivals": np.cumsum([rng.choice(gaps) for _ in outputs]).tolist(),
-        "segments": segments,
-        "outputs": outputs,
-        "streams": streams,
-        "engine": engine,
-        "cost": (2, rng.choice([0, 1]), rng.choice([0, 1]), rng.choice([0, 0, 1])),  # ms
-        "clients": rng.choice([None, None, None, 1, 3]),
-    }
-
-
-def by_oracle(case: dict[str, Any]) -> reference.Result:
-    base, prefill, decode, context = (price * MS for price in case["cost"])
-    names = "prefill_seq_ps", "pair_ps", "linear_ps", "decode_base_ps", "decode_ctx_table_ps"
-    cost = SimpleNamespace(
-        step_ps=base, prefill_token_ps=prefill, decode_seq_ps=decode, prefill_ctx_ps=context, decode_ctx_ps=context,
-        **(dict.fromkeys(names[:2], 0) | dict.fromkeys(names[2:])),
-    )  # fmt: skip
-    engine = golden_cases.ENGINE_DEFAULTS | {"batching": "continuous"} | case["engine"]
-    inputs = reference.Case(
-        [arrival * MS for arrival in case["arrivals"]],
-        [sum(length for _, _, length in parts) for parts in case["segments"]],
-        case["outputs"],
-        SimpleNamespace(**engine),
-        cost,
-        case["clients"],
-        segments=case["segments"],
-        output_streams=case["streams"],
+    context = MS * rng.choice([0, 0, 1])
+    return reference.Case(
+        [MS * int(arrival) for arrival in np.cumsum([rng.choice(gaps) for _ in outputs])],
+        [sum(length for _, _, length in parts) for parts in segments],
+        outputs,
+        engine,
+        CostTable(2 * MS, MS * rng.choice([0, 1]), 0, MS * rng.choice([0, 1]), context, context),
+        rng.choice([None, None, None, 1, 3]),
+        segments=segments,
+        output_streams=streams,
     )
-    return reference.simulate(inputs, 3000)
 
 
-def by_engine(cases: list[dict[str, Any]], leap: bool) -> list[Simulation]:
-    requests = [
-        Requests(
-            np.array(case["arrivals"]) / 1e3,
-            np.array([sum(length for _, _, length in parts) for parts in case["segments"]]),
-            np.array(case["outputs"]),
-            segments=case["segments"],
-            output_stream=case["streams"],
-        )
-        for case in cases
-    ]
-    engines = [EngineConfig(**case["engine"]) for case in cases]
-    costs = [AffineCost(*(price / 1e3 for price in case["cost"])) for case in cases]
-    clients = [case["clients"] for case in cases]
-    return simulate_many(requests, engines, costs, clients=clients, leap=leap, lanes=CASES // 2)
-
-
-@pytest.mark.parametrize("thresholds", [[0], [0, 1, 2, 3, 5, 8]])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("thresholds", [[0], [0, 1, 2, 3, 5, 8]], ids=["plain", "threshold"])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**9))
-def test_random_cases_agree_with_the_oracle(thresholds, seed):
+def test_random_cases_agree_with_the_oracle(thresholds, asynchronous, seed):
     """Tiny pools, shared prefixes, quoted outputs, block-aligned prompts; leaping and stepping."""
     rng = random.Random(seed)
-    cases = [random_case(rng, thresholds) for _ in range(CASES)]
+    cases = [random_case(rng, thresholds, asynchronous) for _ in range(CASES)]
     # One shape for every example.
-    cases[0]["engine"] |= {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_num_active_seqs": None}
-    cases[0]["engine"] |= {"long_prefill_token_threshold": max(thresholds)}
-    expected = [by_oracle(case) for case in cases]
+    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_num_active_seqs": None}
+    shaping = replace(cases[0].engine, **shape, long_prefill_token_threshold=max(thresholds))
+    cases[0] = cases[0]._replace(engine=shaping)
+    expected = [reference.simulate(case, 3000) for case in cases]
     for leap in (True, False):
-        for case, theirs, ours in zip(cases, expected, by_engine(cases, leap), strict=True):
-            if theirs.status == "TRUNCATED":
-                continue
-            assert ours.status.name == theirs.status, case
-            if ours.status == Status.STUCK:
-                continue  # the two give up at different times
-            assert records(ours) == theirs.reqs, case
-            assert ours.recomputed_tokens.tolist() == theirs.recomputed, case
-            totals = theirs.totals
-            names = "iterations", "num_preemptions", "running_max", "waiting_max", "prefill_tokens", "decode_tokens"
-            for name in (*names, "refused_seats", "refused_kv", "refused_budget"):
-                assert getattr(ours.totals, name) == getattr(totals, name), (name, case)
-            usable = case["engine"]["num_gpu_blocks"] - 1
-            assert round(ours.totals.kv_usage_peak * usable) == totals.kv_peak_blocks
-            used_ps = ours.totals.kv_usage_mean * usable * (totals.t1 - totals.t0)
-            assert used_ps == pytest.approx(totals.kv_block_ps, rel=1e-9)
+        simulations = simulate_many(
+            [requests_of(case) for case in cases],
+            [case.engine for case in cases],
+            [Priced(case.cost) for case in cases],
+            clients=[case.clients for case in cases],
+            leap=leap,
+            lanes=CASES // 2,
+        )
+        for case, theirs, ours in zip(cases, expected, simulations, strict=True):
+            if theirs.status != "TRUNCATED":
+                agree(case, ours, theirs)
 
 
 @settings(max_examples=100, deadline=None)

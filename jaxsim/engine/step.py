@@ -423,7 +423,7 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         path=pick(searches, none, c.path),
         cursor=pick(searches, jnp.int32(START), c.cursor),
         idle=pick(searches, 0, c.idle),
-        found=pick(searches | a.runs | p.preempts | p.drops, none, c.found),
+        found=pick(searches | a.runs | p.preempts, none, c.found),
     )
 
 
