@@ -82,6 +82,23 @@ def trie_of(requests: Requests, order: np.ndarray, block_size: int, max_model_le
     return Trie(table, np.array(paths, np.int32), np.array([start, end], np.int32).T)
 
 
+def shared_blocks(requests: Requests, block_size: int, max_model_len: int) -> bool:
+    """Whether two requests have a block in common, for which their first ones must be the same. Raises ConfigError."""
+    if requests.segments is None:
+        return False  # each prompt is a stream of its own
+    chains, _ = token_parts(requests, np.arange(len(requests.prompt_len)), block_size, max_model_len)
+    firsts = []
+    for parts in filter(None, chains):
+        block, left = [], block_size
+        for stream, start, length in parts:
+            block.append((stream, start, min(length, left)))
+            left -= length
+            if left <= 0:
+                break
+        firsts.append(tuple(block))
+    return len(set(firsts)) < len(firsts)
+
+
 def token_parts(
     requests: Requests, order: np.ndarray, block_size: int, max_model_len: int
 ) -> tuple[list[Parts], list[int]]:
@@ -150,12 +167,12 @@ def _first_difference(one: Parts, other: Parts) -> tuple[int, tuple, tuple]:
     return common, first, second
 
 
-def padded(tries: list[Trie], requests: int, paths: int, nodes: int) -> Chains:
-    """Tries as tables of one shape."""
+def padded(tries: list[Trie], size: int, requests: int, paths: int, nodes: int) -> Chains:
+    """Tries as tables of one shape, `size` of each."""
     result = Chains(
-        np.zeros((len(tries), requests, 4), np.int32),
-        np.zeros((len(tries), paths), np.int32),
-        np.zeros((len(tries), nodes, 2), np.int32),
+        np.zeros((size, requests, 4), np.int32),
+        np.zeros((size, paths), np.int32),
+        np.zeros((size, nodes, 2), np.int32),
     )
     for i, trie in enumerate(tries):
         for table, values in zip(result, trie, strict=True):

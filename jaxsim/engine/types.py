@@ -55,6 +55,7 @@ class EngineConfig:
 
     `num_gpu_blocks` is the total that vLLM prints, with the null block: one less is usable. A pool in which a request
     of `max_model_len` does not fit is accepted here (vLLM refuses to start): such a simulation runs and may end STUCK.
+    The defaults are the plain scheduler; vLLM's own, prefix caching and async scheduling, are those of `conf/engine`.
     """
 
     max_num_seqs: int
@@ -79,6 +80,11 @@ class EngineConfig:
     def overlaps(self) -> bool:
         """Whether iterations are scheduled while the one before runs: a batch of static batching never is."""
         return self.async_scheduling and self.batching == "continuous"
+
+    @property
+    def caches(self) -> bool:
+        """Whether blocks outlive their requests: static batching has no prefix cache."""
+        return self.enable_prefix_caching and self.batching == "continuous"
 
     def __post_init__(self) -> None:
         for key, (built, allowed) in UNBUILT.items():
@@ -106,8 +112,6 @@ class EngineConfig:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             allowed = f"must be at least max_model_len={self.max_model_len} when enable_chunked_prefill=false"
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
-        if self.enable_prefix_caching and self.batching == "static":
-            raise ConfigError("engine.enable_prefix_caching", True, "must be false when batching=static")
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
         if not 0 <= self.static_wait_s < LATEST_S:
