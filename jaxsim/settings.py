@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from jaxsim import ranges
 from jaxsim.errors import ConfigError
 
 Settings = TypeVar("Settings")
@@ -29,7 +30,7 @@ class Rule:
     above: bool = False  # the low end itself is not allowed
     choices: tuple[str, ...] = ()
     optional: bool = False
-    many: Literal["no", "list", "either"] = "no"
+    many: Literal["no", "list", "either", "range"] = "no"  # range: a list, or a text as in ranges.py
 
     def allowed(self) -> str:
         """The rule in words, to follow `key=value:`."""
@@ -47,14 +48,20 @@ class Rule:
             single = words
             words = f"a list, not empty, each {single}"
             words += f", or {single}" if self.many == "either" else ""
+            words += f", or a range: {ranges.FORMS}" if self.many == "range" else ""
         return f"must be {words}{', or null' if self.optional else ''}"
 
     def read(self, key: str, value: Any) -> Any:
         """The value, converted; a tuple where the rule asks for many. Raises `ConfigError`."""
         if value is None and self.optional:
             return None
+        if self.many == "range" and isinstance(value, str):
+            try:
+                value = ranges.values(value, self.kind == "integer")
+            except ValueError as error:
+                raise ConfigError(key, show(value), f"{error}; {self.allowed()}") from None
         listed = isinstance(value, list | tuple)
-        if listed != (self.many == "list") and self.many != "either" or (listed and not value):
+        if listed != (self.many in ("list", "range")) and self.many != "either" or (listed and not value):
             raise ConfigError(key, show(value), self.allowed())
         if not self.many == "no":
             return tuple(self._one(key, item, value) for item in (value if listed else [value]))
@@ -85,8 +92,8 @@ def number(default: Any, low: float = 0, high: float = HIGHEST, **rule: Any) -> 
     return _setting(Rule("number", low=low, high=high, **rule), default)
 
 
-def flag(default: bool) -> Any:
-    return _setting(Rule("flag"), default)
+def flag(default: bool | None, **rule: Any) -> Any:
+    return _setting(Rule("flag", **rule), default)
 
 
 def text(default: Any, **rule: Any) -> Any:
@@ -136,10 +143,37 @@ class SloSettings:
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """The grid, the replicates and the precision of a search."""
+    """The settings to search, the replicates and the precision of a search.
 
-    max_num_seqs: tuple[int, ...] = integer((8, 16, 32, 64, 128, 256), high=MOST_TOKENS, many="list")
-    max_num_batched_tokens: tuple[int, ...] = integer((2048, 4096, 8192), high=MOST_TOKENS, many="list")
+    The keys that are also keys of `EngineSettings` (`SEARCHED`) hold the values to try, null where the engine's own
+    value is taken.
+    """
+
+    max_num_seqs: tuple[int, ...] | None = integer(
+        (8, 16, 32, 64, 128, 256), high=MOST_TOKENS, many="range", optional=True
+    )
+    max_num_batched_tokens: tuple[int, ...] | None = integer(
+        (2048, 4096, 8192), high=MOST_TOKENS, many="range", optional=True
+    )
+    gpu_memory_utilization: tuple[float, ...] | None = number(None, above=True, high=1, many="range", optional=True)
+    block_size: tuple[int, ...] | None = integer(None, high=1024, many="range", optional=True)
+    tensor_parallel_size: tuple[int, ...] | None = integer(None, high=1024, many="range", optional=True)
+    enable_chunked_prefill: tuple[bool, ...] | None = flag(None, many="list", optional=True)
+    long_prefill_token_threshold: tuple[int, ...] | None = integer(None, low=0, many="range", optional=True)
+    watermark: tuple[float, ...] | None = number(None, high=1, many="range", optional=True)
+    max_num_active_seqs: tuple[int, ...] | None = integer(None, many="range", optional=True)
+    scheduler_reserve_full_isl: tuple[bool, ...] | None = flag(None, many="list", optional=True)
+    enable_prefix_caching: tuple[bool, ...] | None = flag(None, many="list", optional=True)
+    async_scheduling: tuple[bool, ...] | None = flag(None, many="list", optional=True)
+    strategy: str = text("grid", choices=("grid", "random", "sobol", "latin", "cem", "es", "cmaes"))
+    settings: int | None = integer(None, optional=True)
+    population: int | None = integer(None, low=2, optional=True)
+    halving: int | None = integer(None, low=2, high=100, optional=True)
+    max_simulations: int | None = integer(None, optional=True)
+    max_seconds: float | None = number(None, above=True, optional=True)
+    max_seeds: int | None = integer(20, high=1000, optional=True)
+    indifference: float = number(0.05, high=1)
+    confidence: float = number(0.95, low=0.5, high=0.9999)
     load: bool = flag(True)
     concurrency: bool = flag(True)
     seeds: int = integer(10, high=1000)
@@ -185,7 +219,30 @@ class PrefixCacheSettings:
     load_rps: float | None = number(None, above=True, optional=True)
 
 
+@dataclass(frozen=True)
+class ParetoSettings:
+    shares: tuple[float, ...] = number(
+        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), above=True, high=2, many="list"
+    )
+
+
+SEARCHED = tuple(
+    entry.name for entry in dataclasses.fields(SearchSettings) if entry.name in EngineSettings.__dataclass_fields__
+)
+
+# What the server runs with now, to compare with: any searched key, null = as in `engine`.
+BaselineSettings = dataclasses.make_dataclass(
+    "BaselineSettings",
+    [
+        (key, Any, field(default=None, metadata={"rule": dataclasses.replace(rule, optional=True)}))
+        for key in SEARCHED
+        for rule in [EngineSettings.__dataclass_fields__[key].metadata["rule"]]
+    ],
+    frozen=True,
+)
+
 GROUPS: dict[str, type] = {
+    "baseline": BaselineSettings,
     "engine": EngineSettings,
     "slo": SloSettings,
     "search": SearchSettings,
@@ -194,6 +251,7 @@ GROUPS: dict[str, type] = {
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,
     "prefix_cache": PrefixCacheSettings,
+    "pareto": ParetoSettings,
 }
 
 

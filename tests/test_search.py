@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from jaxsim.engine import Requests, Simulation, Status, Totals
 from jaxsim.metrics import Interval
 from jaxsim.search.capacity import CapacitySearch, choose
-from jaxsim.search.evaluate import Replicates, judge, limited_by, number_of_instances, over_seeds, warmup_share
+from jaxsim.search.evaluate import Simulator
+from jaxsim.search.figures import limited_by, number_of_instances, over_seeds
 from jaxsim.search.load import Ladder, Probe, Verdict, integer_ladder, load_ladder
+from jaxsim.search.replicates import Replicates, warmup_share
+from jaxsim.search.slo import judge
 from jaxsim.search.space import Candidate
 from jaxsim.settings import SearchSettings, SloSettings
 
@@ -83,7 +86,8 @@ def test_ladders():
 
 
 def candidates(*seats: int) -> list[Candidate]:
-    return [Candidate(count, 2048, count, None) for count in seats]  # type: ignore[arg-type]  # the stand-in's engine
+    # The number of seats is all that the stand-in wants of an engine.
+    return [Candidate({"max_num_seqs": count, "max_num_batched_tokens": 2048}, count, None) for count in seats]  # type: ignore[arg-type]
 
 
 def stand_in(carries, holds):
@@ -103,10 +107,9 @@ def stand_in(carries, holds):
 
 def run_search(carries, holds, seats=(8, 32), seeds=3, **settings):
     requests = [Requests(np.arange(40.0), np.full(40, seed), np.ones(40, int)) for seed in range(seeds)]
-    search = CapacitySearch(
-        candidates(*seats), Replicates(requests, [1.0] * seeds, [0] * seeds), None, SloSettings(),
-        SearchSettings(**settings), stand_in(carries, holds),
-    )  # fmt: skip
+    sampled, asked = Replicates(requests, [1.0] * seeds, [0] * seeds), SearchSettings(**settings)
+    simulator = Simulator(sampled, SloSettings(), asked, simulate=stand_in(carries, holds))
+    search = CapacitySearch(candidates(*seats), range(seeds), sampled.count, asked, simulator)
     simulated = []
     while not search.done:
         search.round(lambda: simulated.append(1))
@@ -127,22 +130,21 @@ def test_capacity_is_found_within_a_step_for_every_setting_and_seed():
         truth = seats / 8 + 0.1 * np.arange(3)
         assert (load.values <= truth * (1 + 1e-9)).all() and (load.values * 1.02 > truth).all()
         assert clients.values.tolist() == [min(seats // 2, 20)] * 3
-        assert load.finished and len(load.runs) == 3
+        assert load.finished and len(load.outcomes) == 3
         assert load.interval.mean == pytest.approx(load.values.mean())
 
 
 def test_what_the_slo_forbids_at_any_load_is_zero_with_the_reason():
     load = found(run_search(lambda seats, seed: 0.0, lambda seats: 0), "load", 0)
-    assert load.values.tolist() == [0, 0, 0] and load.runs == []
+    assert load.values.tolist() == [0, 0, 0] and load.outcomes == []
     assert load.reason == "p99 TTFT 300 ms above 200 ms"
 
 
 def test_a_seed_that_was_not_told_anything_yet_has_no_value():
     requests = [Requests(np.arange(40.0), np.ones(40, int), np.ones(40, int))]
     sampled = Replicates(requests, [1.0], [0])
-    search = CapacitySearch(
-        candidates(8), sampled, None, SloSettings(), SearchSettings(), stand_in(lambda *_: 1, lambda _: 4)
-    )
+    simulator = Simulator(sampled, SloSettings(), SearchSettings(), simulate=stand_in(lambda *_: 1, lambda _: 4))
+    search = CapacitySearch(candidates(8), range(1), 40, SearchSettings(), simulator)
     assert not found(search, "clients", 0).known
     while not search.done:
         search.round()
@@ -160,18 +162,19 @@ def test_loads_are_shared_rungs_so_that_equal_capacities_tie():
 
 
 def test_the_best_is_the_largest_mean_and_ties_go_to_fewer_seats():
+    few, some, many = candidates(8, 32, 64)
     values = {
-        (8, 1): np.array([1.0, 1.1, 0.9]),
-        (32, 1): np.array([2.0, 2.1, 1.9]),
-        (64, 1): np.array([2.02, 2.09, 1.92]),
+        few: np.array([1.0, 1.1, 0.9]),
+        some: np.array([2.0, 2.1, 1.9]),
+        many: np.array([2.02, 2.09, 1.92]),
     }
-    assert choose(values) == ((32, 1), (64, 1))  # paired differences 0.02, -0.01, 0.02: an interval around 0
-    values[64, 1] = np.array([2.1, 2.21, 2.0])  # 0.1, 0.11, 0.1: clearly more
-    assert choose(values) == ((64, 1), (64, 1))
+    assert choose(values) == (some, many)  # paired differences 0.02, -0.01, 0.02: an interval around 0
+    values[many] = np.array([2.1, 2.21, 2.0])  # 0.1, 0.11, 0.1: clearly more
+    assert choose(values) == (many, many)
     # Of two seeds the interval is 12.7 standard errors wide: no tie.
     two = {key: value[:2] for key, value in values.items()}
-    assert choose(two) == ((64, 1), (64, 1))
-    assert choose({(8, 1): np.zeros(3)}) is None and choose({}) is None
+    assert choose(two) == (many, many)
+    assert choose({few: np.zeros(3)}) is None and choose({}) is None
 
 
 def test_judge_names_what_was_missed():
@@ -198,11 +201,13 @@ def test_a_growing_queue_is_unstable_whatever_its_percentile():
 
 
 def test_limited_by_is_the_most_frequent_refusal():
-    runs = [simulation([1.0], refused_seats=3), simulation([1.0], refused_kv=4, refused_seats=2)]
-    assert limited_by(runs) == "seats"
-    assert limited_by([simulation([1.0])]) == "compute"
-    assert limited_by([simulation([1.0], refused_kv=1, iterations=1000)]) == "KV cache"
-    assert limited_by([simulation([1.0], refused_kv=6, refused_seats=4, iterations=1000)]) == "KV cache"
+    def row(seats=0, kv=0, budget=0):
+        return {"refused_seats": seats, "refused_kv": kv, "refused_budget": budget}
+
+    assert limited_by([row(seats=3), row(kv=4, seats=2)]) == "seats"
+    assert limited_by([row()]) == "compute"
+    assert limited_by([row(kv=1)]) == "KV cache"
+    assert limited_by([row(kv=6, seats=4)]) == "KV cache"
 
 
 def test_instances_carry_the_interval_of_the_capacity():

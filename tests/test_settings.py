@@ -11,13 +11,17 @@ from jaxsim.errors import ConfigError
 from jaxsim.hardware import hardware_from_mapping
 from jaxsim.model import model_from_mapping
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.space import Server
+from jaxsim.search.space import Server, Space
 from jaxsim.settings import EngineSettings, SearchSettings, SloSettings
 
 
 def server(*overrides: str, **flags) -> Server:
     composed = defaults(overrides)
     return Server.of(composed, settings.read(EngineSettings, "engine", composed["engine"] | flags))
+
+
+COUNT = "an integer from 1 up to 4194303, or a range: "
+COUNT += "LOW..HIGH[:STEP], LOW..HIGH:pow2 or LOW..HIGH:log (5 % apart), or null"
 
 
 @pytest.mark.parametrize(
@@ -33,9 +37,9 @@ def server(*overrides: str, **flags) -> Server:
         (EngineSettings, "enable_chunked_prefill", "yes", "true or false"),
         (EngineSettings, "batching", "dynamic", "one of continuous, static"),
         (SloSettings, "percentile", 100.5, "a number above 0 up to 100"),
-        (SearchSettings, "max_num_seqs", [], "a list, not empty, each an integer from 1 up to 4194303"),
-        (SearchSettings, "max_num_seqs", 8, "a list, not empty, each an integer from 1 up to 4194303"),
-        (SearchSettings, "max_num_seqs", [8, "x"], "a list, not empty, each an integer from 1 up to 4194303"),
+        (SearchSettings, "max_num_seqs", [], f"a list, not empty, each {COUNT}"),
+        (SearchSettings, "max_num_seqs", 8, f"a list, not empty, each {COUNT}"),
+        (SearchSettings, "max_num_seqs", [8, "x"], f"a list, not empty, each {COUNT}"),
         (EngineSettings, "max_num_batched_tokens", 2**22, "an integer from 1 up to 4194303, or null"),
         (SearchSettings, "num_requests", 10**7 + 1, "an integer from 10 up to 10000000, or null"),
         (SearchSettings, "seeds", 10**400, "an integer from 1 up to 1000"),
@@ -50,6 +54,48 @@ def test_a_bad_value_is_refused_with_what_is_allowed(kind, key, value, allowed):
     assert str(caught.value) == f"group.{key}={settings.show(value)}: must be {allowed}"
 
 
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("8..11", (8, 9, 10, 11)),
+        ("8..30:8", (8, 16, 24)),
+        ("5..64:pow2", (8, 16, 32, 64)),
+        ("64..64", (64,)),
+    ],
+)
+def test_a_range_is_the_list_of_its_values(text, values):
+    assert settings.read(SearchSettings, "search", {"max_num_seqs": text}).max_num_seqs == values
+
+
+def test_a_range_of_numbers_and_a_logarithmic_one():
+    search = settings.read(
+        SearchSettings, "search", {"gpu_memory_utilization": "0.8..0.95:0.05", "max_num_seqs": "8..1024:log"}
+    )
+    assert search.gpu_memory_utilization == (0.8, 0.85, 0.9, 0.95)
+    seats = search.max_num_seqs
+    assert seats is not None and seats[0] == 8 and seats[-1] == 1024
+    assert all(a < b <= a * 1.05 + 1 for a, b in zip(seats, seats[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("8..", "is no range; "),
+        ("9..8", "ends below its start; "),
+        ("8..9:0.5", "must have whole numbers; "),
+        ("8..9:0", "needs a step above 0; "),
+        ("0..8:log", "must start above 0 for log; "),
+        ("5..7:pow2", "holds no power of two; "),
+        ("1..4000000", "has 4000000 values, more than 100000; "),
+        ("0..8", "must be a list"),
+    ],
+)
+def test_a_bad_range_says_why(text, reason):
+    with pytest.raises(ConfigError) as caught:
+        settings.read(SearchSettings, "search", {"max_num_seqs": text})
+    assert str(caught.value).startswith(f"search.max_num_seqs={text}: {reason}") or "0..8" == text
+
+
 def test_an_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match=r"^engine.max_num_seq=3: no such key, did you mean max_num_seqs\?"):
         settings.read(EngineSettings, "engine", {"max_num_seq": 3})
@@ -60,7 +106,7 @@ def test_numbers_and_lists_are_converted():
     assert read.load_rps == (3.0,) and read.clients == (1, 2)
 
 
-@pytest.mark.parametrize("group", sorted(set(settings.GROUPS) - {"runtime"}))
+@pytest.mark.parametrize("group", sorted(set(settings.GROUPS) - {"baseline", "runtime"}))
 def test_every_preset_names_every_key_and_agrees_with_the_defaults_in_code(group):
     sweep = [f"+sweep={group}"] if group in presets("sweep") else []
     choices = [""] if sweep else presets(group)
@@ -153,18 +199,18 @@ def test_serve_line_asks_for_fp8_only_where_the_checkpoint_is_not():
 
 def test_a_grid_keeps_a_setting_that_cannot_start_with_its_reason():
     search = SearchSettings(max_num_seqs=(64, 4096), max_num_batched_tokens=(2048,))
-    good, bad = server().grid(search)
+    good, bad = Space.of(server(), search).grid()
     assert good.engine is not None and bad.engine is None
     assert bad.reason == "engine.max_num_batched_tokens=2048: must be at least max_num_seqs=4096"
 
 
 def test_a_grid_that_cannot_start_at_all_is_refused():
     with pytest.raises(ConfigError, match=r"^search.max_num_seqs=\[4096\]: none of these settings can start"):
-        server().grid(SearchSettings(max_num_seqs=(4096,), max_num_batched_tokens=(1024, 2048)))
+        Space.of(server(), SearchSettings(max_num_seqs=(4096,), max_num_batched_tokens=(1024, 2048))).grid()
     with pytest.raises(ConfigError, match=r"^model\S*=llama3_1_70b: no memory is left"):
-        server("model=llama3_1_70b").grid(SearchSettings())
+        Space.of(server("model=llama3_1_70b"), SearchSettings()).grid()
     with pytest.raises(ConfigError, match=r"^engine.policy=priority: "):
-        server(policy="priority").grid(SearchSettings())
+        Space.of(server(policy="priority"), SearchSettings()).grid()
 
 
 def test_max_model_len_may_not_exceed_that_of_the_model():

@@ -11,7 +11,8 @@ from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.files import plain
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.evaluate import figures, limited_by, over_seeds, percentiles, warmup_share
+from jaxsim.search.figures import figures, limited_by, over_seeds, percentiles
+from jaxsim.search.replicates import warmup_share
 from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
 
@@ -120,8 +121,9 @@ def _series(job: Job, engine: EngineConfig, cost: Cost, key: str, points: Sequen
 def _row(job: Job, key: str, point: float, runs: list[Simulation]) -> dict[str, Any]:
     """Means over seeds, their half widths under `ci95`."""
     share = warmup_share(job.search.warmup, int(point) if key == "clients" else None, job.replicates.count)
-    intervals = over_seeds([figures(simulation, job.slo, share) for simulation in runs])
-    row: dict[str, Any] = {key: point, "seeds": len(runs), "limited_by": limited_by(runs)}
+    rows = [figures(simulation, job.slo, share) for simulation in runs]
+    intervals = over_seeds(rows)
+    row: dict[str, Any] = {key: point, "seeds": len(runs), "limited_by": limited_by(rows)}
     row |= {name: interval.mean for name, interval in intervals.items()}
     return row | {
         "runs_done": sum(simulation.status == Status.DONE for simulation in runs),

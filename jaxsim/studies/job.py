@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxsim import settings as schema
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
-from jaxsim.search.evaluate import Replicates, replicates
+from jaxsim.search.replicates import Replicates, replicates
 from jaxsim.search.space import Server
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
@@ -56,6 +56,12 @@ class Job:
     @property
     def search(self) -> SearchSettings:
         return self.groups["search"]
+
+    @property
+    def baseline(self) -> dict[str, Any] | None:
+        """Flags of the baseline that are given; None if there are none."""
+        given = {key: value for key, value in vars(self.groups["baseline"]).items() if value is not None}
+        return given or None
 
     @property
     def slo(self) -> SloSettings:

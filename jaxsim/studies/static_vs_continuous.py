@@ -7,7 +7,7 @@ import numpy as np
 from jaxsim.engine import Requests, Simulation, simulate_many
 from jaxsim.metrics import Interval, t_interval
 from jaxsim.results import terminal
-from jaxsim.search.evaluate import figures
+from jaxsim.search.figures import figures
 from jaxsim.settings import StaticSettings
 from jaxsim.studies.job import Job
 

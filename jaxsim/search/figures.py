@@ -1,0 +1,59 @@
+"""Figures of one run, and over seeds."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsim.engine import Simulation
+from jaxsim.metrics import Interval, is_growing, summarise, t_interval
+from jaxsim.search.slo import judge, limits_ms
+from jaxsim.settings import SloSettings
+
+PERCENTILES = (50, 95, 99)
+LIMITS = {"seats": "refused_seats", "KV cache": "refused_kv", "token budget": "refused_budget"}
+
+
+def percentiles(slo: SloSettings) -> tuple[float, ...]:
+    """Percentiles that are reported, ascending."""
+    return tuple(sorted({*PERCENTILES, slo.percentile}))
+
+
+def figures(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str, Any]:
+    """Everything reported about one run: the keys of `vllm bench serve`, and what the server did."""
+    row: dict[str, Any] = summarise(simulation, warmup, percentiles(slo), limits_ms(slo))
+    row |= {key: value for key, value in simulation.totals._asdict().items() if np.isscalar(value)}
+    row["preemptions_per_request"] = simulation.totals.num_preemptions / max(1, len(simulation.prompt_len))
+    row["stable"] = float(not is_growing(simulation))
+    row["slo_met"] = float(judge(simulation, slo, warmup).passed)
+    return row
+
+
+def over_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Interval]:
+    """Mean and 95 % interval of every figure over seeds."""
+    return {key: t_interval([row[key] for row in rows]) for key in rows[0] if np.isscalar(rows[0][key])}
+
+
+def limited_by(rows: Iterable[Mapping[str, Any]]) -> str:
+    """What most often refused the head of the waiting queue, by the figures of runs; "compute" if nothing ever did.
+
+    Even a refusal in one iteration of a thousand counts: the requests that an SLO's tail is made of are few.
+    """
+    counts = dict.fromkeys(LIMITS, 0)
+    for row in rows:
+        for name, total in LIMITS.items():
+            counts[name] += int(row[total])
+    most = max(counts, key=lambda name: counts[name])
+    return most if counts[most] else "compute"
+
+
+def number_of_instances(target_rps: float, load: Interval) -> tuple[int, int | None, int | None]:
+    """Instances for a load: by the mean capacity, by the upper and by the lower end of its interval."""
+    half = 0.0 if math.isnan(load.half_width) else load.half_width
+    low, high = load.mean - half, load.mean + half
+    return (
+        math.ceil(target_rps / load.mean),
+        math.ceil(target_rps / high),
+        math.ceil(target_rps / low) if low > 0 else None,
+    )

@@ -1,0 +1,85 @@
+"""The requests of every seed, the same for every setting: common random numbers."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxsim.engine import Requests
+from jaxsim.errors import ConfigError
+from jaxsim.settings import SearchSettings
+from jaxsim.workload import TraceWorkload, Workload, drop_or_refuse
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """Requests by seed and length; `S` seeds are at hand, further ones and other lengths are drawn when asked for.
+
+    A seed is named by its place, from 0 on. `draw(place, count)` gives `count` requests and the rate at which the
+    workload sends them in the long run; without it there are only the seeds at hand.
+    """
+
+    requests: list[Requests]  # [S]
+    rates_rps: list[float]  # [S], load at which they arrive as they stand; stretched to any other
+    dropped: list[int]  # [S], requests too long for the server
+    draw: Callable[[int, int], tuple[Requests, float]] | None = None
+    drawn: dict[tuple[int, int], tuple[Requests, float]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Requests per seed."""
+        return len(self.requests[0].prompt_len)
+
+    def of(self, seed: int, count: int | None = None) -> Requests:
+        """`count` requests of a seed, None: as many as are at hand."""
+        return self._of(seed, count)[0]
+
+    def stretch(self, seed: int, load_rps: float, count: int | None = None) -> float:
+        """Factor on the arrival times of the seed's requests that makes their load `load_rps`."""
+        return self._of(seed, count)[1] / load_rps
+
+    def _of(self, seed: int, count: int | None) -> tuple[Requests, float]:
+        if seed < len(self.requests) and count in (None, self.count):
+            return self.requests[seed], self.rates_rps[seed]
+        if self.draw is None:
+            raise ValueError(f"seed {seed} with {count} requests: there are {len(self.requests)} seeds of {self.count}")
+        key = (seed, count or self.count)
+        if key not in self.drawn:
+            requests, nominal_rps = self.draw(*key)
+            self.drawn[key] = requests, rate_rps(requests, nominal_rps)
+        return self.drawn[key]
+
+
+def replicates(
+    workload: Workload | TraceWorkload, search: SearchSettings, max_model_len: int, too_long: str
+) -> Replicates:
+    """Requests of every seed. Raises `ConfigError` for prompts that do not fit and are not to be dropped."""
+    count = search.num_requests
+    if isinstance(workload, TraceWorkload):
+        count = min(count or len(workload.ticks), len(workload.ticks))
+        if not math.isfinite(workload.rate_rps):
+            raise ConfigError("workload.path", workload.source, "needs arrival times: all requests arrive at once")
+    elif count is None:
+        raise ConfigError("search.num_requests", "null", "must be an integer for a workload that is not a trace")
+
+    def sample(place: int, number: int) -> tuple[Requests, int]:
+        return drop_or_refuse(workload.sample(search.first_seed + place, number), max_model_len, too_long)
+
+    requests, dropped = map(list, zip(*(sample(place, count) for place in range(search.seeds)), strict=True))
+    shortest = min(len(kept.prompt_len) for kept in requests)
+    cut = [
+        Requests(*(None if field is None else field[:shortest] for field in kept))  # pyright: ignore[reportArgumentType]
+        for kept in requests
+    ]
+    rates = [rate_rps(requests, workload.rate_rps) for requests in cut]
+    return Replicates(cut, rates, dropped, lambda place, number: (sample(place, number)[0], workload.rate_rps))
+
+
+def rate_rps(requests: Requests, nominal_rps: float) -> float:
+    """The rate at which these very requests arrive: of a short sample or a trace's window it is not the nominal one."""
+    last = float(requests.arrival_s[-1] - requests.arrival_s[0])
+    return (len(requests.arrival_s) - 1) / last if last > 0 else nominal_rps
+
+
+def warmup_share(warmup: float, clients: int | None, count: int) -> float:
+    """Share of requests that no latency counts: in a closed loop at least the first of every client."""
+    return max(warmup, min(0.9, (clients or 0) / count))
