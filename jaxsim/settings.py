@@ -118,7 +118,7 @@ class EngineSettings:
     watermark: float = number(0.0, high=1)
     scheduler_reserve_full_isl: bool = flag(True)
     max_num_active_seqs: int | None = integer(None, optional=True)
-    enable_prefix_caching: bool = flag(False)
+    enable_prefix_caching: bool = flag(True)
     async_scheduling: bool = flag(True)
     lone_request_without_threshold: bool = flag(True)
     freed_unhashed_blocks: str = text("front", choices=("front", "tail"))
@@ -126,6 +126,11 @@ class EngineSettings:
     batching: str = text("continuous", choices=("continuous", "static"))
     static_padding: bool = flag(False)
     static_wait_s: float = number(0.0)
+
+    @property
+    def caches(self) -> bool:
+        """Whether prefix caching is simulated: static batching has none."""
+        return self.enable_prefix_caching and self.batching == "continuous"
 
 
 @dataclass(frozen=True)

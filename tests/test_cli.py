@@ -73,8 +73,12 @@ def test_hydras_own_flags_work(run):
         (["search.load=false", "search.concurrency=false"], "search.load=false: must be true unless"),
         (["search.num_requests=null"], "search.num_requests=null: must be an integer for a workload that is not a tr"),
         (["workload.priority.values=[0.5]"], "workload.priority.values=[0.5]: a list of integers"),
-        (["engine.enable_prefix_caching=true"], "engine.enable_prefix_caching=True: "),
         (["engine.tensor_parallel_size=3"], "engine.tensor_parallel_size=3: "),
+        (["+sweep=prefix_cache", "engine.batching=static"], "engine.batching=static: must be continuous: "),
+        (
+            ["+sweep=prefix_cache", "engine.enable_prefix_caching=false"],
+            "engine.enable_prefix_caching=false: must be",
+        ),
         (["model=llama3_1_70b"], "=llama3_1_70b: no memory is left"),
         (["model.hidden_size=-1"], "model.hidden_size=-1: "),
         (["model.config_json=/nowhere/config.json"], "model.config_json=/nowhere/config.json: "),
@@ -139,7 +143,7 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     for name in ("ttft", "tpot", "itl", "e2el", "queue_wait"):
         for figure in ("mean", "p50", "p95", "p99"):
             assert summary[f"{figure}_{name}_ms"] >= 0 and f"{figure}_{name}_ms" in summary["ci95"]
-    assert summary["vllm_serve"].endswith("--no-enable-prefix-caching")
+    assert summary["vllm_serve"].endswith("--max-num-batched-tokens 2048")
     assert summary["vllm_serve"] in out
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
     assert list(folder.glob("*.wandb"))

@@ -44,7 +44,11 @@ def test_tokens_without_an_id_are_the_requests_own(tmp_path):
 @pytest.mark.parametrize(
     ("records", "size", "message"),
     [
-        ([(0, 6758, 1, range(14))], None, "hash_block_size=null: must be the tokens of a hash id .* 512 fits the file"),
+        (
+            [(0, 6758, 1, range(14))],
+            None,
+            "hash_block_size=null: must be the tokens of a hash id, .* 512 fits",
+        ),
         ([(0, 6758, 1, range(14))], 16, "=16: line 1 has 14 hash ids for 6758 tokens, not 423; 512 fits the file"),
         ([(0, n, 1, [1]) for n in (512, 513, 9)], 512, "=512: line 2 has 1 hash ids for 513 tokens, not 2; 1024 fits"),
         ([(0, 30, 1, [1, 2]), (0, 30, 1, [1])], 16, "=16: line 2 has 1 hash ids .* no size fits all lines"),

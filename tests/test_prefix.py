@@ -2,7 +2,7 @@
 
 import json
 import random
-from types import SimpleNamespace
+import sys
 from typing import Any
 
 import block_pool
@@ -10,15 +10,17 @@ import golden_cases
 import numpy as np
 import pytest
 import reference
+from agreement import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from random_cases import Priced, requests_of
 
-from jaxsim.engine import AffineCost, EngineConfig, Requests, Simulation, Status, prepare, simulate, simulate_many
-from jaxsim.engine.chains import trie_of
+from jaxsim.engine import AffineCost, CostTable, EngineConfig, Requests, Simulation, prepare, simulate, simulate_many
+from jaxsim.engine.chains import shared_blocks, trie_of
 from jaxsim.errors import ConfigError
 
 MS = 10**9  # ps
-GOLDEN = [name for name in golden_cases.NAMES if name.startswith("apc")]
+GOLDEN = [name for name in golden_cases.NAMES if "apc" in name]
 CASES = 32  # of an example, in one call
 
 
@@ -103,102 +105,78 @@ def first_tokens(parts: list[tuple[str, int, int]], limit: int) -> list[tuple[st
     return kept
 
 
-def random_case(rng: random.Random, thresholds: list[int], active_seqs: bool = True) -> dict[str, Any]:
+def random_case(rng: random.Random, thresholds: list[int], asynchronous: bool) -> reference.Case:
     block_size, longest, seqs = rng.choice([1, 2, 3, 4]), rng.choice([16, 24, 40]), rng.randint(1, 8)
     chunked = rng.random() < 0.8
-    engine = {
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": max(seqs, rng.choice([4, 8, 16, 32])) if chunked else longest + rng.choice([0, 24]),
-        "num_gpu_blocks": min(-(-longest // block_size) + 1 + rng.choice([0, 0, 1, 2, 4, 8, 20]), 64),
-        "block_size": block_size,
-        "max_model_len": longest,
-        "enable_chunked_prefill": chunked,
-        "enable_prefix_caching": True,
-        "scheduler_reserve_full_isl": rng.random() < 0.7,
-        "watermark": rng.choice([0.0, 0.0, 0.05, 0.2]),
-        "max_num_active_seqs": rng.choice([None, None, max(1, seqs - 1)]) if active_seqs else None,
-        "long_prefill_token_threshold": rng.choice(thresholds),
-        "long_prefill_token_threshold_adaptive": rng.random() < 0.3,
-    }
+    engine = EngineConfig(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 32])) if chunked else longest + rng.choice([0, 24]),
+        num_gpu_blocks=min(-(-longest // block_size) + 1 + rng.choice([0, 0, 1, 2, 4, 8, 20]), 64),
+        block_size=block_size,
+        max_model_len=longest,
+        enable_chunked_prefill=chunked,
+        enable_prefix_caching=True,
+        scheduler_reserve_full_isl=rng.random() < 0.7,
+        watermark=rng.choice([0.0, 0.0, 0.05, 0.2]),
+        max_num_active_seqs=rng.choice([None, None, max(1, seqs - 1)]),
+        # Where some case has one all have one, to share a program; that of the whole length makes no difference.
+        long_prefill_token_threshold=rng.choice(thresholds) or (longest if any(thresholds) else 0),
+        long_prefill_token_threshold_adaptive=rng.random() < 0.3,
+        async_scheduling=asynchronous,
+    )
     segments, outputs, streams = random_prompts(rng, block_size, longest, rng.randint(2, 14))
     gaps = rng.choice([[0], [0, 0, 1, 3, 10, 40]])
-    return {
-        "arrivals": np.cumsum([rng.choice(gaps) for _ in outputs]).tolist(),
-        "segments": segments,
-        "outputs": outputs,
-        "streams": streams,
-        "engine": engine,
-        "cost": (2, rng.choice([0, 1]), rng.choice([0, 1]), rng.choice([0, 0, 1])),  # ms
-        "clients": rng.choice([None, None, None, 1, 3]),
-    }
-
-
-def by_oracle(case: dict[str, Any]) -> reference.Result:
-    base, prefill, decode, context = (price * MS for price in case["cost"])
-    names = "prefill_seq_ps", "pair_ps", "linear_ps", "decode_base_ps", "decode_ctx_table_ps"
-    cost = SimpleNamespace(
-        step_ps=base, prefill_token_ps=prefill, decode_seq_ps=decode, prefill_ctx_ps=context, decode_ctx_ps=context,
-        **(dict.fromkeys(names[:2], 0) | dict.fromkeys(names[2:])),
-    )  # fmt: skip
-    engine = golden_cases.ENGINE_DEFAULTS | {"batching": "continuous"} | case["engine"]
-    inputs = reference.Case(
-        [arrival * MS for arrival in case["arrivals"]],
-        [sum(length for _, _, length in parts) for parts in case["segments"]],
-        case["outputs"],
-        SimpleNamespace(**engine),
-        cost,
-        case["clients"],
-        segments=case["segments"],
-        output_streams=case["streams"],
+    context = MS * rng.choice([0, 0, 1])
+    return reference.Case(
+        [MS * int(arrival) for arrival in np.cumsum([rng.choice(gaps) for _ in outputs])],
+        [sum(length for _, _, length in parts) for parts in segments],
+        outputs,
+        engine,
+        CostTable(2 * MS, MS * rng.choice([0, 1]), 0, MS * rng.choice([0, 1]), context, context),
+        rng.choice([None, None, None, 1, 3]),
+        segments=segments,
+        output_streams=streams,
     )
-    return reference.simulate(inputs, 3000)
 
 
-def by_engine(cases: list[dict[str, Any]], leap: bool) -> list[Simulation]:
-    requests = [
-        Requests(
-            np.array(case["arrivals"]) / 1e3,
-            np.array([sum(length for _, _, length in parts) for parts in case["segments"]]),
-            np.array(case["outputs"]),
-            segments=case["segments"],
-            output_stream=case["streams"],
-        )
-        for case in cases
-    ]
-    engines = [EngineConfig(**case["engine"]) for case in cases]
-    costs = [AffineCost(*(price / 1e3 for price in case["cost"])) for case in cases]
-    clients = [case["clients"] for case in cases]
-    return simulate_many(requests, engines, costs, clients=clients, leap=leap, lanes=CASES // 2)
-
-
-@pytest.mark.parametrize("thresholds", [[0], [0, 1, 2, 3, 5, 8]])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("thresholds", [[0], [0, 1, 2, 3, 5, 8]], ids=["plain", "threshold"])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**9))
-def test_random_cases_agree_with_the_oracle(thresholds, seed):
+def test_random_cases_agree_with_the_oracle(thresholds, asynchronous, seed):
     """Tiny pools, shared prefixes, quoted outputs, block-aligned prompts; leaping and stepping."""
     rng = random.Random(seed)
-    cases = [random_case(rng, thresholds) for _ in range(CASES)]
-    # One shape for every example.
-    cases[0]["engine"] |= {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_num_active_seqs": None}
-    cases[0]["engine"] |= {"long_prefill_token_threshold": max(thresholds)}
-    expected = [by_oracle(case) for case in cases]
-    for leap in (True, False):
-        for case, theirs, ours in zip(cases, expected, by_engine(cases, leap), strict=True):
-            if theirs.status == "TRUNCATED":
-                continue
-            assert ours.status.name == theirs.status, case
-            if ours.status == Status.STUCK:
-                continue  # the two give up at different times
-            assert records(ours) == theirs.reqs, case
-            assert ours.recomputed_tokens.tolist() == theirs.recomputed, case
-            totals = theirs.totals
-            names = "iterations", "num_preemptions", "running_max", "waiting_max", "prefill_tokens", "decode_tokens"
-            for name in (*names, "refused_seats", "refused_kv", "refused_budget"):
-                assert getattr(ours.totals, name) == getattr(totals, name), (name, case)
-            usable = case["engine"]["num_gpu_blocks"] - 1
-            assert round(ours.totals.kv_usage_peak * usable) == totals.kv_peak_blocks
-            used_ps = ours.totals.kv_usage_mean * usable * (totals.t1 - totals.t0)
-            assert used_ps == pytest.approx(totals.kv_block_ps, rel=1e-9)
+    cases = [random_case(rng, thresholds, asynchronous) for _ in range(CASES)]
+    expected = [reference.simulate(case, 3000) for case in cases]
+    with pytest.MonkeyPatch.context() as patch:  # those that share nothing as well
+        patch.setattr(sys.modules["jaxsim.engine.simulate"], "shared_blocks", lambda *_: True)
+        for leap in (True, False):
+            agree_all(cases, expected, leap)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 10**9))
+def test_random_cases_that_share_nothing_agree_with_the_oracle(asynchronous, seed):
+    rng = random.Random(seed)
+    cases = [random_case(rng, [0, 3, 8], asynchronous)._replace(segments=None) for _ in range(CASES)]
+    expected = [reference.simulate(case, 3000) for case in cases]
+    assert any(request[7] for theirs in expected for request in theirs.reqs)  # some find their own blocks again
+    agree_all(cases, expected, True)
+
+
+def agree_all(cases: list[reference.Case], expected: list[reference.Result], leap: bool) -> None:
+    simulations = simulate_many(
+        [requests_of(case) for case in cases],
+        [case.engine for case in cases],
+        [Priced(case.cost) for case in cases],
+        clients=[case.clients for case in cases],
+        leap=leap,
+        lanes=CASES // 2,
+    )
+    for case, theirs, ours in zip(cases, expected, simulations, strict=True):
+        if theirs.status != "TRUNCATED":
+            agree(case, ours, theirs)
 
 
 @settings(max_examples=100, deadline=None)
@@ -213,7 +191,7 @@ def test_the_trie_has_the_oracle_s_blocks(seed):
     trie = trie_of(requests, np.arange(len(prompts)), block_size, longest)
     tokens = block_pool.token_identities(prompts, outputs, segments, streams)
     pairs = set()
-    for (first, end, length), keys in zip(trie.requests, block_pool.chains(tokens, block_size), strict=True):
+    for (first, end, length, _), keys in zip(trie.requests, block_pool.chains(tokens, block_size), strict=True):
         blocks = [(node, block) for node in trie.path[first:end].tolist() for block in range(*trie.nodes[node])]
         assert [block for _, block in blocks[:length]] == list(range(length))
         assert len(keys) - length in (0, 1)  # the block that only the last token fills is never computed
@@ -237,14 +215,53 @@ def test_a_hit_shortens_ttft_by_the_cost_of_its_tokens(prefix, hit):
     assert ttft_ps.tolist() == [110 * MS, (110 - hit) * MS]
 
 
-def test_without_anything_shared_caching_changes_nothing():
+def test_what_shares_nothing_is_simulated_with_the_cache_only_where_it_preempts(monkeypatch):
+    """Then a resumed request finds what it had computed; all else is as without the cache."""
+    runs = []
+    module = sys.modules["jaxsim.engine.simulate"]
+    prepare_all = module.prepare
+
+    def watched(settings, caches, *rest):
+        runs.append((caches, [engine.num_gpu_blocks for engine in settings.engine]))
+        return prepare_all(settings, caches, *rest)
+
+    monkeypatch.setattr(module, "prepare", watched)
     requests = Requests(np.arange(30) / 50, np.arange(30) % 7 * 16 + 20, np.arange(30) % 5 * 9 + 1)
     cost = AffineCost(0.010, 0.0001, 0.001, 0.00001)
-    engines = [EngineConfig(8, 64, 60, 256, enable_prefix_caching=on) for on in (True, False)]
-    on, off = simulate_many(requests, engines, cost)
-    assert on.hit_tokens.sum() == 0
-    assert np.array_equal(on.finish_ps, off.finish_ps)
-    assert np.array_equal(on.first_token_ps, off.first_token_ps)
+    pools = [400, 22, 300, 25]
+
+    def simulated(on: bool) -> list[Simulation]:
+        engines = [EngineConfig(8, 64, pool, 256, enable_prefix_caching=on, async_scheduling=True) for pool in pools]
+        return simulate_many(requests, engines, cost)
+
+    off, on = simulated(False), simulated(True)
+    preempts = [one.totals.num_preemptions > 0 for one in off]
+    assert preempts == [False, True, False, True]
+    assert runs == [(False, pools), (False, pools), (True, [22, 25])]
+    assert [one.resumed_hit_tokens.any() for one in on] == preempts
+    assert [np.array_equal(a.finish_ps, b.finish_ps) for a, b in zip(on, off, strict=True)] == [not p for p in preempts]
+    assert not any(one.hit_tokens.any() for one in on)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [
+        ([[("a", 0, 9)], [("b", 0, 9)]], False),
+        ([[("a", 0, 3), ("b", 0, 6)], [("a", 0, 4), ("c", 0, 5)]], False),
+        ([[("a", 0, 4), ("b", 0, 5)], [("a", 0, 1), ("a", 1, 8)]], True),
+        ([[("a", 0, 3)], [("a", 0, 3)]], False),
+        ([[("a", 0, 3), ("o1", 0, 1)], [("a", 0, 3)]], True),
+        ([None, [("p0", 0, 9)]], True),
+        ([None, [("p0", 1, 9)]], False),
+    ],
+)
+def test_which_requests_have_a_block_in_common(prompts, shared):
+    """Blocks of 4 tokens; each request computes one token of its output."""
+    lengths = np.array([9 if parts is None else sum(length for _, _, length in parts) for parts in prompts])
+    requests = Requests(np.zeros(2), lengths, np.array([2, 2]), segments=prompts)
+    assert shared_blocks(requests, 4, 100) == shared
+    keys = block_pool.chains(block_pool.token_identities(lengths.tolist(), [1, 1], prompts, None), 4)
+    assert bool(set(keys[0]) & set(keys[1])) == shared
 
 
 def test_too_few_rows_are_noticed_and_more_are_tried(monkeypatch):
@@ -253,6 +270,8 @@ def test_too_few_rows_are_noticed_and_more_are_tried(monkeypatch):
 
     def scarce(tries, requests, engines, room):
         chains, rows = whole(tries, requests, engines, room)
+        if not tries:  # first without the cache: nothing is shared
+            return chains, rows
         rooms.append(room)
         return chains, rows | ({"segments": 2, "holds": 3} if room == 1 else {})
 

@@ -1,6 +1,7 @@
 """What operators reach for: rejection by queue length, swapping, a cap on outputs; against the oracle and by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import reference
@@ -97,7 +98,7 @@ def test_the_bandwidth_at_which_both_cost_the_same():
     At a price of 2 ms per prefill token a token may take 1 ms each way: 2 x 4 x 1 ms = 4 x 2 ms. The fifth token costs
     the same in both: a decode row is as dear as a token of prefill.
     """
-    prices = {"step_ps": MS, "prefill_token_ps": 2 * MS, "decode_seq_ps": 2 * MS}
+    prices: Any = {"step_ps": MS, "prefill_token_ps": 2 * MS, "decode_seq_ps": 2 * MS}
     recompute = both(tight()._replace(cost=CostTable(**prices)))[1]
 
     def end(swap_token_ps: int) -> int:

@@ -167,11 +167,9 @@ def serve_line(of: Server) -> str:
 def test_serve_line_names_what_differs_from_the_defaults_of_vllm():
     plain = server(max_model_len=131072)
     line = serve_line(plain)
-    assert line == (
-        "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 64 --max-num-batched-tokens 4096"
-        " --no-enable-prefix-caching"
-    )
-    assert serve_line(server(max_model_len=131072, async_scheduling=False)) == f"{line} --no-async-scheduling"
+    assert line == "vllm serve meta-llama/Llama-3.1-8B-Instruct --max-num-seqs 64 --max-num-batched-tokens 4096"
+    for key, flag in (("async_scheduling", "async-scheduling"), ("enable_prefix_caching", "enable-prefix-caching")):
+        assert serve_line(server(max_model_len=131072, **{key: False})) == f"{line} --no-{flag}"
     other = server(
         gpu_memory_utilization=0.9,
         tensor_parallel_size=2,

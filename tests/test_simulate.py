@@ -64,8 +64,6 @@ def test_impossible_requests_are_refused(changes, options, key):
         {"max_num_batched_tokens": 8, "enable_chunked_prefill": False},
         {"batching": "dynamic"},
         {"static_wait_s": -1.0},
-        {"enable_prefix_caching": True, "async_scheduling": True},
-        {"enable_prefix_caching": True, "batching": "static"},
         {"policy": "sjf"},
         {"freed_unhashed_blocks": "back"},
         {"freed_unhashed_blocks": "tail", "enable_prefix_caching": True},

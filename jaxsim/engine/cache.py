@@ -44,8 +44,10 @@ class Cache(NamedTuple):
     enlist_blocks: jax.Array
     enlist_after: jax.Array
     release: jax.Array  # the first of those that leave, in the order of arrival; it gives its blocks back
-    complete: jax.Array  # bool: the list of those that leave is complete
-    alone: jax.Array  # the blocks of the one that leaves if there is only one, else NONE
+    complete: jax.Array  # bool: the list of those that leave is complete, and its turn has come
+    dropped: jax.Array  # async scheduling: from this request on they were preempted, and are not in the list any more
+    alone: jax.Array  # a request that leaves at once, without the list, and its blocks
+    alone_blocks: jax.Array
     release_at: jax.Array  # the segment to go on with within a hold
     detached: jax.Array  # bool: it neither owns a node nor is eager any more
     walk: jax.Array  # the eager request to visit next
@@ -70,8 +72,9 @@ def initial_cache(limits: Limits, knobs: Knobs) -> Cache:
     fields |= dict.fromkeys(
         ["segment_next", "hold_next", "taken", "take", "enlist_blocks", "register_tokens", "limit", "position"], zero
     )
-    fields |= dict.fromkeys(["cap", "idle", "walk_until"], zero)
+    fields |= dict.fromkeys(["cap", "idle", "walk_until", "alone_blocks"], zero)
     fields |= dict.fromkeys(["overflow", "complete", "register_joins", "contested", "detached"], false)
+    fields |= {"dropped": jnp.int32(ALL)}
     fields |= {"eager_need": jnp.zeros(limits.phases, jnp.int32)}
     fields |= {"memory": jnp.full(limits.prefix_memory, NONE, jnp.int32), "anonymous": knobs.blocks}
     return Cache(**fields)
@@ -84,7 +87,7 @@ def busy(c: Cache) -> jax.Array:
 
 
 def releases(c: Cache) -> jax.Array:
-    return (c.release != NONE) & c.complete
+    return (c.alone != NONE) | ((c.release != NONE) & c.complete)
 
 
 def walks(c: Cache) -> jax.Array:

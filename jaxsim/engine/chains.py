@@ -22,7 +22,7 @@ Parts = list[tuple[int, int, int]]  # (stream, start, length) in the order of th
 class Chains(NamedTuple):
     """Tables of int32; positions count blocks from the start of the chain."""
 
-    requests: Any  # [K, N, 3] first and end of the request's path in `path`, blocks of its chain
+    requests: Any  # [K, N, 4] first and end of the request's path in `path`; of its chain the blocks and the tokens
     path: Any  # [K, paths] nodes from the first block to the last
     nodes: Any  # [K, nodes, 2] first block and end
 
@@ -37,7 +37,8 @@ class Trie(NamedTuple):
 
 def trie_of(requests: Requests, order: np.ndarray, block_size: int, max_model_len: int) -> Trie:
     """The trie of the requests in the given order ([N] caller's index of the k-th). Raises ConfigError."""
-    parts, blocks = token_parts(requests, order, block_size, max_model_len)
+    parts, tokens = token_parts(requests, order, block_size, max_model_len)
+    blocks = [count // block_size for count in tokens]
     shared, ranked = common_tokens(parts)
     parent, start, end, leaf = [-1], [0], [0], [0] * len(parts)  # node 0 is the empty root
     stack = [0]
@@ -68,7 +69,7 @@ def trie_of(requests: Requests, order: np.ndarray, block_size: int, max_model_le
             stack.append(len(parent) - 1)
         leaf[request] = stack[-1]
     paths: list[int] = []
-    table = np.zeros((len(parts), 3), np.int32)
+    table = np.zeros((len(parts), 4), np.int32)
     for request, node in enumerate(leaf):
         while node != 0 and start[node] >= blocks[request]:
             node = parent[node]
@@ -76,17 +77,35 @@ def trie_of(requests: Requests, order: np.ndarray, block_size: int, max_model_le
         while node != 0:
             steps.append(node)
             node = parent[node]
-        table[request] = len(paths), len(paths) + len(steps), blocks[request]
+        table[request] = len(paths), len(paths) + len(steps), blocks[request], tokens[request]
         paths += reversed(steps)
     return Trie(table, np.array(paths, np.int32), np.array([start, end], np.int32).T)
+
+
+def shared_blocks(requests: Requests, block_size: int, max_model_len: int) -> bool:
+    """Whether two requests have a block in common, for which their first ones must be the same. Raises ConfigError."""
+    if requests.segments is None:
+        return False  # each prompt is a stream of its own
+    chains, _ = token_parts(requests, np.arange(len(requests.prompt_len)), block_size, max_model_len)
+    firsts = []
+    for parts in filter(None, chains):
+        block, left = [], block_size
+        for stream, start, length in parts:
+            block.append((stream, start, min(length, left)))
+            left -= length
+            if left <= 0:
+                break
+        firsts.append(tuple(block))
+    return len(set(firsts)) < len(firsts)
 
 
 def token_parts(
     requests: Requests, order: np.ndarray, block_size: int, max_model_len: int
 ) -> tuple[list[Parts], list[int]]:
-    """Each chain's tokens as slices of numbered streams, adjoining slices joined, and its number of blocks."""
+    """The tokens of each chain's blocks as slices of numbered streams, adjoining slices joined, and how many tokens a
+    request computes: P + O - 1."""
     names: dict[Any, int] = {}
-    chains, blocks = [], []
+    chains, tokens = [], []
     prompts, outputs = np.asarray(requests.prompt_len), np.asarray(requests.output_len)
     for i in np.asarray(order).tolist():
         prompt = int(prompts[i])
@@ -94,8 +113,8 @@ def token_parts(
         listed = None if requests.segments is None else requests.segments[i]
         pieces: Iterable = [(f"p{i}", 0, prompt)] if listed is None else listed
         stream = None if requests.output_stream is None else requests.output_stream[i]
-        number = (prompt + output - 1) // block_size
-        left = number * block_size
+        computed = prompt + output - 1
+        left = computed // block_size * block_size
         parts: Parts = []
         total = 0
         for name, first, length in [*pieces, (f"o{i}" if stream is None else stream, 0, output)]:
@@ -113,8 +132,8 @@ def token_parts(
             allowed = f"must have as many tokens as the prompt, {prompt}"
             raise ConfigError(f"requests.segments[{i}]", total - output, allowed)
         chains.append(parts)
-        blocks.append(number)
-    return chains, blocks
+        tokens.append(computed)
+    return chains, tokens
 
 
 def common_tokens(chains: Sequence[Parts]) -> tuple[list[int], list[int]]:
@@ -148,12 +167,12 @@ def _first_difference(one: Parts, other: Parts) -> tuple[int, tuple, tuple]:
     return common, first, second
 
 
-def padded(tries: list[Trie], requests: int, paths: int, nodes: int) -> Chains:
-    """Tries as tables of one shape."""
+def padded(tries: list[Trie], size: int, requests: int, paths: int, nodes: int) -> Chains:
+    """Tries as tables of one shape, `size` of each."""
     result = Chains(
-        np.zeros((len(tries), requests, 3), np.int32),
-        np.zeros((len(tries), paths), np.int32),
-        np.zeros((len(tries), nodes, 2), np.int32),
+        np.zeros((size, requests, 4), np.int32),
+        np.zeros((size, paths), np.int32),
+        np.zeros((size, nodes, 2), np.int32),
     )
     for i, trie in enumerate(tries):
         for table, values in zip(result, trie, strict=True):

@@ -56,25 +56,38 @@ def next_job(c: Cache) -> Job:
         flags.append(left & outstanding)
         left = left & ~outstanding
     _, enlisting, touching, _, releasing, walking, registering, looking = flags
-    me = pick(touching, c.touch, pick(releasing, c.release, pick(walking, c.walk, c.insert_after)))
+    leaver = pick(c.alone != NONE, c.alone, c.release)
+    me = pick(touching, c.touch, pick(releasing, leaver, pick(walking, c.walk, c.insert_after)))
     me = pick(registering, c.register, pick(looking, c.look, me))
     me = pick(enlisting, c.enlist_after, me)
     return Job(*flags, searching=touching | looking, me=me)
 
 
 def next_turn(
-    size: jax.Array, now: jax.Array, c: Cache, job: Job, mine: jax.Array, length: jax.Array, owner: jax.Array,
-    owners: jax.Array, node_end: jax.Array,
+    size: jax.Array, now: jax.Array, c: Cache, job: Job, mine: jax.Array, chain: jax.Array,
+    owner: jax.Array, owners: jax.Array, owner_chain: jax.Array | None, node_end: jax.Array,
 ) -> Turn:  # fmt: skip
-    """The owner registers first, up to the iteration in which its turn was before this moment."""
+    """The owner registers first, up to the iteration in which its turn was before this moment.
+
+    Under async scheduling the token that an iteration computes is not known yet when the iteration is scheduled, so
+    that it counts in the next one; the last such token counts when its request is finished.
+    """
     pick = jnp.where
-    decoded = pick(mine[MODE] == SETTLED, 0, mine[BASE] + now + count(job.walking))
+    decoded = mine[BASE] + now + count(job.walking)
+    owner_decoded = owners[BASE] + now + count(job.searching | (owner < job.me))
+    visiting = job.registering | job.walking
+    if owner_chain is not None:
+        finished = job.releasing & (c.alone == NONE)
+        decoded = pick(finished, chain[3], jnp.minimum(decoded, chain[3]) - 1)
+        owner_decoded = jnp.minimum(owner_decoded, owner_chain[3]) - 1
+        visiting = visiting | finished
+    decoded = pick(mine[MODE] == SETTLED, 0, decoded)
     target = quotient(pick(job.registering, c.register_tokens, decoded), size)
     registers = job.registering | job.walking | (job.releasing & ~c.detached)
     registers = registers & (mine[REGISTERED] < target)
-    joins = job.registering & ~registers & c.register_joins & (mine[REGISTERED] < length)
-    visits = (job.searching & (c.position < c.limit)) | ((job.registering | job.walking) & registers) | joins
-    owner_target = quotient(owners[BASE] + now + count(job.searching | (owner < job.me)), size)
+    joins = job.registering & ~registers & c.register_joins & (mine[REGISTERED] < chain[2])
+    visits = (job.searching & (c.position < c.limit)) | (visiting & registers) | joins
+    owner_target = quotient(owner_decoded, size)
     for_owner = visits & (owner != NONE) & (owner != job.me) & (owners[REGISTERED] < owner_target)
     whose = pick(for_owner, owners, mine)
     return Turn(
@@ -102,7 +115,8 @@ def work(
 
     job = fence(on, lambda: next_job(c))
     mine = row(limits.visitor_rows, job.me, VISITOR)
-    first, end, length = chains.requests[which, jnp.maximum(job.me, 0)]
+    chain = chains.requests[which, jnp.maximum(job.me, 0)]
+    first, end, length, _ = chain
 
     def place() -> jax.Array:
         path = pick(job.searching, pick(c.path == NONE, first, c.path), mine[PATH])
@@ -114,7 +128,8 @@ def work(
     node_end = chains.nodes[which, node, 1]
     owner = fence(on, lambda: copies[OWNER])
     owners = row(limits.visitor_rows, owner, VISITOR)
-    turn = fence(on, lambda: next_turn(size, now, c, job, mine, length, owner, owners, node_end))
+    owner_chain = chains.requests[which, jnp.maximum(owner, 0)] if limits.asynchronous else None
+    turn = fence(on, lambda: next_turn(size, now, c, job, mine, chain, owner, owners, owner_chain, node_end))
     top = turn.whose[TOP]
     hold = row(limits.hold_rows, top, HOLD)
 

@@ -42,19 +42,18 @@ class Prepared(NamedTuple):
     orders: list[np.ndarray]  # per trace: [N] caller's index of the k-th request to arrive
 
 
-def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room: int = 1) -> Prepared:
-    """Check and convert settings that share a batching policy, with and without prefix caching apart.
+def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trace: bool, room: int = 1) -> Prepared:
+    """Convert settings that were checked and share a batching policy, to be run with or without prefix caching.
 
     `room` multiplies the rows for the prefix cache. Raises ConfigError.
     """
-    check(settings)
     # A closed loop ignores arrival times, so that the same list in another order of arrival is another trace.
     keys = [(id(listed), count is not None) for listed, count in zip(settings.requests, settings.clients, strict=True)]
     lists = dict(zip(keys, settings.requests, strict=True))
     orders = [arrival_order(listed, closed) for (_, closed), listed in lists.items()]
     place = {key: i for i, key in enumerate(lists)}
     keys_closed = [closed for _, closed in lists]
-    shape = (-(-len(lists) // 8) * 8, _grown(max(len(order) for order in orders), 64))
+    shape = (_grown(len(lists), 8), _grown(max(len(order) for order in orders), 64))
     traces = Traces(
         prompt=np.ones(shape, np.int32),
         output=np.ones(shape, np.int32),
@@ -82,7 +81,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
     tables = _tables(costs)
     longest = min(int(traces.output.max()), max(engine.max_model_len for engine in engines))
     tries, trie_index = [], [0] * len(engines)
-    if engines[0].enable_prefix_caching:
+    if caches:
         tries, trie_index = _tries(settings, [place[key] for key in keys], orders)
     chains, rows = _chains(tries, shape[1], engines, room)
     limits = Limits(
@@ -137,7 +136,7 @@ def _chains(
     # Each segment has a block of its own; more than a few per node and running request are rare.
     segments = _grown(min(blocks, room * (nodes + 2 * seats)), 256)
     rows = {"nodes": nodes, "segments": segments, "holds": _grown(room * 8 * seats, 256)}
-    return padded(tries, requests, paths, nodes), rows
+    return padded(tries, _grown(len(tries), 8), requests, paths, nodes), rows
 
 
 def capped(requests: Sequence[Requests], engines: Sequence[EngineConfig]) -> list[Requests]:

@@ -145,8 +145,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     gone, row = look.gone, look.row
     finishes = look.finishes
     more_finish = finishes & (gone[NEXT] != NONE)
-    # Without prefix caching the last finish and pass 1 are one step; with it the blocks come back after the step.
-    waits = finishes if limits.prefix else more_finish
+    # The last finish and pass 1 are one step, unless its blocks have to come back through the prefix cache first.
+    waits = finishes if limits.prefix and not limits.asynchronous else more_finish
     scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
     finished_blocks = blocks_for(finished_context, knobs.block_size)
@@ -156,7 +156,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     if limits.asynchronous:
         # The last token is in flight: the request keeps its seat and blocks for this schedule() call.
         held = held + count(finishes)
-        held_blocks = held_blocks + jnp.where(finishes, finished_blocks, 0)
+        if not limits.prefix:
+            held_blocks = held_blocks + jnp.where(finishes, finished_blocks, 0)
     else:
         if not limits.prefix:
             free = free + jnp.where(finishes, finished_blocks, 0)
@@ -220,16 +221,17 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
     if limits.prefix:
         # The decodes before the one that does not fit take theirs first: the order decides what is evicted.
-        first = jnp.where(preempts, jnp.minimum(due, free), 0)
+        first = jnp.where(preempts | drops, jnp.minimum(due, free), 0)
         takes = first + jnp.where(passes, demand, 0)
         taken = jnp.where(passes, 0, taken + first)
         free = free - takes
     else:
         free = free + jnp.where(preempts, victim_blocks, 0) - jnp.where(passes, demand, 0)
     if limits.asynchronous:
-        free = free + jnp.where(drops, finished_blocks, 0)
-        running = running - count(drops)
-        held, held_blocks = held - count(drops), held_blocks - jnp.where(drops, finished_blocks, 0)
+        running, held = running - count(drops), held - count(drops)
+        if not limits.prefix:
+            free = free + jnp.where(drops, finished_blocks, 0)
+            held_blocks = held_blocks - jnp.where(drops, finished_blocks, 0)
         victim_computed = jnp.where(drops, finished_context, victim_computed)
 
     swap: Any = None
@@ -375,7 +377,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     if limits.prefix:
         late = head_complete & (tokens == 1) & (row[GENERATED] > 0)
         # An iteration runs in a step of its own, when the cache has followed the schedule.
-        posts = look.finishes | p.preempts | (p.takes > 0) | p.continues | admits | looks
+        posts = look.finishes | p.preempts | p.drops | (p.takes > 0) | p.continues | admits | looks
         eager = (s.cache.eager_first != NONE) & p.begun & (~s.begun | (s.cache.walk != NONE))
         runs = runs & ~posts & ~eager
         open_to_change = s.cache.contested | (~knobs.chunked & (hit > 0))

@@ -110,7 +110,7 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
     released = pops & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
     detaches = pops & ~c.detached
     leaves_eager = detaches & (mine[MODE] == EAGER)
-    unhashed = pick(detaches, pick(c.alone != NONE, c.alone, mine[BLOCKS]) - mine[REGISTERED], 0)
+    unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - mine[REGISTERED], 0)
 
     # Register: raise the request's last segment, or a new one behind all copies of the node.
     last_copy = (s[COPY_NEXT] == NONE) | ((o[COPY_NEXT] == NONE) & ((o[HI] <= turn.start) | (o[LO] >= turn.stop)))
@@ -231,6 +231,7 @@ def carry_out(
     tail_cell = pick(tail != NONE, segment_cell(tail, COPY_NEXT), node_cell + HEAD)
     first_admission = mine[HIT_FIRST] == NONE
     hit_tokens = c.limit * size
+    next_in_list = pick(mine[LEAVER_NEXT] >= c.dropped, none, mine[LEAVER_NEXT])
     hits = pick(first_admission, hit_tokens, pick(mine[HIT_LATER] == NONE, 0, mine[HIT_LATER]) + hit_tokens)
     cells = [
         # The segment at hand.
@@ -349,7 +350,7 @@ def carry_out(
         release=pick(
             d.enlists & (c.enlist_after == NONE),
             c.enlist,
-            pick(d.released, pick(c.alone != NONE, none, mine[LEAVER_NEXT]), c.release),
+            pick(d.released & (c.alone == NONE), next_in_list, c.release),
         ),
         alone=pick(d.released, none, c.alone),
         release_at=pick(d.has_hold & ~d.hold_ends, s[BELOW], pick(d.hold_ends, NONE, c.release_at)),

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxsim.engine.chains import shared_blocks
 from jaxsim.engine.cost import Cost
 from jaxsim.engine.lanes import run
-from jaxsim.engine.prepare import Settings, arrival_order, capped, prepare
+from jaxsim.engine.prepare import Settings, arrival_order, capped, check, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
 from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
@@ -91,17 +92,18 @@ def _run(
     width: int | None,
     replay: Replay | None,
 ) -> list[Simulation]:
+    check(settings)
     results: list[Any] = [None] * len(settings.engine)
     settings = settings._replace(requests=capped(settings.requests, settings.engine))
-    # Static and continuous batching, async scheduling and prefix caching are different programs.
+    # Rules that cost something are programs of their own, and so is prefix caching.
     programs: dict[tuple, list[int]] = {}
-    for i, engine in enumerate(settings.engine):
-        kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching, engine.by_priority)
-        kind += (engine.max_queued_requests is not None, engine.preemption_mode)
-        programs.setdefault((kind, 1), []).append(i)
+    for i, (engine, caches) in enumerate(zip(settings.engine, finds_blocks(settings), strict=True)):
+        rules = (engine.batching, engine.overlaps, engine.policy, engine.preemption_mode)
+        rules += (engine.max_queued_requests is not None,)
+        programs.setdefault((rules, caches, 1), []).append(i)
     while programs:
-        (kind, room), index = programs.popitem()
-        prepared = prepare(settings.at(index), leap, statistics, replay is not None, room)
+        (rules, caches, room), index = programs.popitem()
+        prepared = prepare(settings.at(index), caches, leap, statistics, replay is not None, room)
         limits, traces, tables, chains, jobs, orders = prepared
         devices = jax.local_devices()
         if width is None:
@@ -113,13 +115,36 @@ def _run(
         on_events = None if replay is None else replay.add
         for i, outcome in run(limits, traces, tables, chains, jobs, lanes, devices, on_events=on_events):
             place, order = index[i], orders[int(jobs.trace[i])]
-            if outcome.state.status == Status.OVERFLOW:
-                programs.setdefault((kind, 4 * room), []).append(place)
+            closed = settings.clients[place] is not None
+            result = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
+            again = None
+            if result.status == Status.OVERFLOW:
+                again = (rules, caches, 4 * room)
+            elif settings.engine[place].caches and not caches and result.totals.num_preemptions:
+                again = (rules, True, room)  # a preempted request may have found its own blocks
+            if again is not None:
+                programs.setdefault(again, []).append(place)
                 if replay is not None:
                     replay.clear()
                 continue
-            closed = settings.clients[place] is not None
-            results[place] = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
+            results[place] = result
             if on_done is not None:
                 on_done(place, results[place])
     return results
+
+
+def finds_blocks(settings: Settings) -> list[bool]:
+    """Which settings are to be run with prefix caching at once.
+
+    Where no two requests have a block in common, only a preempted request can find one, and until it does the prefix
+    cache changes nothing: it costs no block, and which block is taken is of no importance. So such a setting is run
+    without, and again with prefix caching if it preempted.
+    """
+    shared: dict[tuple[int, int, int], bool] = {}
+    result = []
+    for requests, engine in zip(settings.requests, settings.engine, strict=True):
+        key = (id(requests), engine.block_size, engine.max_model_len)
+        if engine.caches and key not in shared:
+            shared[key] = shared_blocks(requests, engine.block_size, engine.max_model_len)
+        result.append(engine.caches and shared[key])
+    return result

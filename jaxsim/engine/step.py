@@ -279,7 +279,10 @@ def bound_leap(
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
         stop = stop | in_progress | (a.refused & a.hits.open_to_change)
-        fills = behind_phase(s.cache.eager_need, remainder(-i.now - 1, knobs.block_size), knobs.block_size)
+        if limits.asynchronous:  # blocks come back before the next iteration
+            stop = stop | (p.held > 0)
+        fills_at = -i.now if limits.asynchronous else -i.now - 1
+        fills = behind_phase(s.cache.eager_need, remainder(fills_at, knobs.block_size), knobs.block_size)
         bound = jnp.minimum(bound, jnp.min(jnp.where(s.cache.eager_need > 0, fills, bound)))
     if limits.statistics:
         # Stop where the ITL bin changes, where 90 % of the blocks are passed and where a resumed request's gap is to be
@@ -412,7 +415,7 @@ def write(
 def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2, leap_blocks: jax.Array) -> Cache:
     """The cache with the jobs that follow from a step."""
     c, pick, none = s.cache, jnp.where, jnp.int32(NONE)
-    leaves = look.finishes | p.preempts
+    leaves = look.finishes | p.preempts | p.drops
     context = p.victim_computed + count(p.decoding & s.begun)
     context = pick(look.finishes, look.gone[PROMPT] + look.gone[OUTPUT] - 1, context)
     grows = p.continues | a.admits
@@ -421,9 +424,14 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     searches = looks | a.admits
     takes = a.hits.takes + leap_blocks
     plain = jnp.minimum(takes, c.anonymous)
-    last = leaves & ~p.more_finish
-    alone = last & (c.release == NONE)
     blocks = blocks_for(context, knobs.block_size)
+    if limits.asynchronous:  # those that the iteration in flight finishes keep their blocks until this one runs
+        alone = p.preempts | p.drops
+        complete = pick(a.runs, True, c.complete & ~look.finishes)
+    else:
+        last = leaves & ~p.more_finish
+        alone = last & (c.release == NONE)
+        complete = pick(leaves, last, c.complete)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
         walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
@@ -432,12 +440,14 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         anonymous=c.anonymous - plain,
         take=c.take + takes - plain,
         touch=pick(a.admits, look.joiner, c.touch),
-        release=pick(alone, look.leaver, c.release),
-        alone=pick(alone, blocks, c.alone),
+        release=pick(a.runs & (c.release >= c.dropped), none, c.release),
+        alone=pick(alone, look.leaver, c.alone),
+        alone_blocks=pick(alone, blocks, c.alone_blocks),
         enlist=pick(leaves & ~alone, look.leaver, c.enlist),
         enlist_blocks=pick(leaves, blocks, c.enlist_blocks),
         enlist_after=pick(leaves, none, c.enlist_after),
-        complete=pick(leaves, last, c.complete),
+        complete=complete,
+        dropped=pick(look.finishes, ALL, pick(p.drops, look.leaver, c.dropped)),
         release_at=pick(leaves, none, c.release_at),
         walk=pick(begins, c.eager_first, c.walk),
         walk_until=pick(look.active, walk_until, c.walk_until),

@@ -50,6 +50,7 @@ class EngineConfig:
 
     `num_gpu_blocks` is the total that vLLM prints, with the null block: one less is usable. A pool in which a request
     of `max_model_len` does not fit is accepted here (vLLM refuses to start): such a simulation runs and may end STUCK.
+    The defaults are the plain scheduler; vLLM's own, prefix caching and async scheduling, are those of `conf/engine`.
     """
 
     max_num_seqs: int
@@ -87,6 +88,11 @@ class EngineConfig:
     def by_priority(self) -> bool:
         return self.policy == "priority"
 
+    @property
+    def caches(self) -> bool:
+        """Whether blocks outlive their requests: static batching has no prefix cache."""
+        return self.enable_prefix_caching and self.batching == "continuous"
+
     def __post_init__(self) -> None:
         if self.policy not in ("fcfs", "priority"):
             raise ConfigError("engine.policy", self.policy, "must be fcfs or priority")
@@ -112,11 +118,6 @@ class EngineConfig:
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             allowed = f"must be at least max_model_len={self.max_model_len} when enable_chunked_prefill=false"
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
-        if self.enable_prefix_caching and self.batching == "static":
-            raise ConfigError("engine.enable_prefix_caching", True, "must be false when batching=static")
-        if self.enable_prefix_caching and self.async_scheduling:
-            allowed = "must be false with async_scheduling=true: the two are not modelled together"
-            raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.by_priority and self.batching == "static":
             raise ConfigError("engine.policy", self.policy, "must be fcfs when batching=static")
         if self.by_priority and self.enable_prefix_caching:

@@ -157,7 +157,7 @@ def _show(job: Job, key: str, row: dict[str, Any]) -> None:
 
 def _hits(job: Job, shown: Callable[[str], str]) -> str:
     """Hit rates in words."""
-    if not job.server.flags.enable_prefix_caching:
+    if not job.server.flags.caches:
         return "off"
     cold, warm, mean = (shown(name) for name in HIT_RATES)
     return f"{cold} of the prompt tokens found, {warm} after warm-up; {mean} of a request's"

@@ -48,7 +48,8 @@ class Job:
         path = settings["workload"].get("path")
         if path is not None and not isinstance(path, str):
             raise ConfigError("workload.path", schema.show(path), "must be a text, the path of a trace file")
-        workload = workload_from_config(settings["workload"], groups["engine"].enable_prefix_caching)
+        caching = groups["engine"].caches or True in (groups["search"].enable_prefix_caching or ())
+        workload = workload_from_config(settings["workload"], caching)
         too_long = settings["workload"].get("too_long", "error")
         sampled = replicates(workload, groups["search"], server.max_model_len, too_long)
         return cls(str(settings["sweep"]), settings, groups, server, sampled, folder, console, group)

@@ -12,7 +12,7 @@ from jaxsim.metrics import Interval, paired_interval, t_interval
 from jaxsim.results import terminal
 from jaxsim.search.figures import figures
 from jaxsim.search.replicates import Replicates, replicates
-from jaxsim.settings import PrefixCacheSettings
+from jaxsim.settings import PrefixCacheSettings, show
 from jaxsim.studies.job import Job
 from jaxsim.workload import reusable_share, workload_from_config
 
@@ -47,6 +47,11 @@ class Point(NamedTuple):
 def run(job: Job) -> None:
     """Every workload in every pool with the cache on and off, saturated and at one load. Raises `ConfigError`."""
     asked: PrefixCacheSettings = job.groups["prefix_cache"]
+    for key, needed in (("batching", "continuous"), ("enable_prefix_caching", True)):
+        if (value := getattr(job.server.flags, key)) != needed:
+            raise ConfigError(
+                f"engine.{key}", show(value), f"must be {show(needed)}: the cache is simulated on and off"
+            )
     seqs, tokens = job.server.batch_defaults()
     pools = _pools(job, asked, seqs, tokens)
     every = _variants(job, asked)

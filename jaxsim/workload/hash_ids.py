@@ -60,9 +60,7 @@ class HashIds:
         tokens, counts = prompt_len[known], np.array(self.counts)[known]
         suggestion = _suggestion(tokens, counts)
         if size is None:
-            allowed = (
-                f"must be the tokens of a hash id of this trace with engine.enable_prefix_caching=true; {suggestion}"
-            )
+            allowed = f"must be the tokens of a hash id, unless engine.enable_prefix_caching=false; {suggestion}"
             raise ConfigError(KEY, "null", allowed)
         wrong = min((-(-tokens // size) != counts, tokens // size != counts), key=lambda misses: int(misses.sum()))
         if wrong.any():

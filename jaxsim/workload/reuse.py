@@ -19,7 +19,7 @@ def reusable_tokens(requests: Requests, block_size: int, max_model_len: int = LA
     trie = trie_of(requests, order, block_size, max_model_len)
     resident = trie.nodes[:, 0].copy()  # per node, the end of the blocks that earlier chains have computed
     hits = np.zeros(len(order), np.int64)
-    for request, (first, end, length) in zip(order, trie.requests, strict=True):
+    for request, (first, end, length, _) in zip(order, trie.requests, strict=True):
         most = (int(np.asarray(requests.prompt_len)[request]) - 1) // block_size
         path, found, gap = trie.path[first:end], 0, False
         for node in path:
