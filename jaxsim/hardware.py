@@ -20,6 +20,7 @@ class HardwareSpec:
     tflops_fp8: float | None = None  # dense; None: float8 weights are multiplied in 16 bits
     interconnect_gbps: float = 32.0  # GB/s per GPU and direction
     interconnect_latency_us: float = 20.0  # per all-reduce
+    host_link_gbps: float = 32.0  # GB/s per GPU and direction to CPU memory
     compute_efficiency: float = 0.7  # share of the dense rate that large matrix products reach
     bandwidth_efficiency: float = 0.85  # share of the memory bandwidth that streaming weights and KV reaches
     overhead_us: float = 2000.0  # per iteration
@@ -29,7 +30,12 @@ class HardwareSpec:
     price_per_hour: float | None = None  # any currency
 
     def __post_init__(self) -> None:
-        require("hardware", self, "memory_gib memory_bandwidth_gbps tflops_16bit interconnect_gbps", upto=HIGHEST)
+        require(
+            "hardware",
+            self,
+            "memory_gib memory_bandwidth_gbps tflops_16bit interconnect_gbps host_link_gbps",
+            upto=HIGHEST,
+        )
         require("hardware", self, "compute_efficiency bandwidth_efficiency", upto=1)
         require("hardware", self, "interconnect_latency_us overhead_us overhead_per_seq_us", upto=HIGHEST, zero=True)
         require("hardware", self, "non_torch_gib graph_gib", upto=HIGHEST, zero=True)

@@ -117,6 +117,7 @@ def summarise(
         "num_prompts": len(done),
         "completed": int(done.sum()),
         "failed": int((~done).sum()),
+        "rejected": int(np.sum(getattr(simulation, "rejected", False))),
         "total_input_tokens": prompt_tokens,
         "total_output_tokens": output_tokens,
         "request_throughput": _per_second(int(done.sum()), duration),
@@ -211,7 +212,11 @@ def is_growing(simulation: Any) -> bool:
     """
     if getattr(simulation, "closed_loop", False):
         return False
+    taken_in = ~np.broadcast_to(getattr(simulation, "rejected", False), np.shape(simulation.arrival_ps))
     order = np.argsort(np.asarray(simulation.arrival_ps), kind="stable")
+    order = order[taken_in[order]]
+    if len(order) < 2:
+        return False
     arrival = np.asarray(simulation.arrival_ps)[order]
     scheduled = np.asarray(simulation.first_scheduled_ps)[order]
     taken = np.sort(scheduled[scheduled >= 0])

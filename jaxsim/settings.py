@@ -107,7 +107,9 @@ class EngineSettings:
     max_num_seqs: int | None = integer(None, high=MOST_TOKENS, optional=True)
     max_num_batched_tokens: int | None = integer(None, high=MOST_TOKENS, optional=True)
     max_model_len: int | None = integer(None, low=2, optional=True)
-    gpu_memory_utilization: float = number(0.92, above=True, high=1)
+    vllm_version: str = text("v0.33")
+    usage: str = text("server", choices=("server", "offline"))
+    gpu_memory_utilization: float | None = number(None, above=True, high=1, optional=True)
     block_size: int = integer(16, high=1024)
     num_gpu_blocks_override: int | None = integer(None, low=2, optional=True)
     tensor_parallel_size: int = integer(1, high=1024)
@@ -115,14 +117,18 @@ class EngineSettings:
     long_prefill_token_threshold: int = integer(0, low=0)
     long_prefill_token_threshold_adaptive: bool = flag(False)
     policy: str = text("fcfs", choices=("fcfs", "priority"))
-    watermark: float = number(0.0, high=1)
-    scheduler_reserve_full_isl: bool = flag(True)
+    watermark: float | None = number(None, high=1, optional=True)
+    scheduler_reserve_full_isl: bool | None = flag(None, optional=True)
     max_num_active_seqs: int | None = integer(None, optional=True)
-    enable_prefix_caching: bool = flag(True)
-    async_scheduling: bool = flag(True)
-    lone_request_without_threshold: bool = flag(True)
-    freed_unhashed_blocks: str = text("front", choices=("front", "tail"))
-    self_preemption: str = text("continues", choices=("continues", "ends"))
+    enable_prefix_caching: bool | None = flag(None, optional=True)
+    async_scheduling: bool | None = flag(None, optional=True)
+    lone_request_without_threshold: bool | None = flag(None, optional=True)
+    freed_unhashed_blocks: str | None = text(None, choices=("front", "tail"), optional=True)
+    self_preemption: str | None = text(None, choices=("continues", "ends"), optional=True)
+    preemption_mode: str = text("recompute", choices=("recompute", "swap"))
+    swap_space: float = number(4.0, high=1e5)
+    max_queued_requests: int | None = integer(None, high=MOST_TOKENS, optional=True)
+    max_new_tokens: int | None = integer(None, high=MOST_TOKENS, optional=True)
     batching: str = text("continuous", choices=("continuous", "static"))
     static_padding: bool = flag(False)
     static_wait_s: float = number(0.0)
@@ -130,7 +136,7 @@ class EngineSettings:
     @property
     def caches(self) -> bool:
         """Whether prefix caching is simulated: static batching has none."""
-        return self.enable_prefix_caching and self.batching == "continuous"
+        return bool(self.enable_prefix_caching) and self.batching == "continuous"
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,10 @@ class SearchSettings:
     scheduler_reserve_full_isl: tuple[bool, ...] | None = flag(None, many="list", optional=True)
     enable_prefix_caching: tuple[bool, ...] | None = flag(None, many="list", optional=True)
     async_scheduling: tuple[bool, ...] | None = flag(None, many="list", optional=True)
+    preemption_mode: tuple[str, ...] | None = text(None, choices=("recompute", "swap"), many="list", optional=True)
+    swap_space: tuple[float, ...] | None = number(None, high=1e5, many="range", optional=True)
+    max_queued_requests: tuple[int, ...] | None = integer(None, high=MOST_TOKENS, many="range", optional=True)
+    max_new_tokens: tuple[int, ...] | None = integer(None, high=MOST_TOKENS, many="range", optional=True)
     strategy: str = text("grid", choices=("grid", "random", "sobol", "latin", "cem", "es", "cmaes"))
     settings: int | None = integer(None, optional=True)
     population: int | None = integer(None, low=2, optional=True)

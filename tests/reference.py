@@ -261,7 +261,7 @@ class Continuous:
                 break
             self.leave_queue(request)
             self.running.append(request)
-            step.admitted.append((request, hit))
+            step.admitted.append((request, len(hits) * self.engine.block_size))
             request.computed, request.hashed = hit, len(hits)
             self.pool.touch(hits)
             request.blocks = hits

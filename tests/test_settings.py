@@ -31,9 +31,9 @@ COUNT += "LOW..HIGH[:STEP], LOW..HIGH:pow2 or LOW..HIGH:log (5 % apart), or null
         (EngineSettings, "max_num_seqs", 8.0, "an integer from 1 up to 4194303, or null"),
         (EngineSettings, "max_num_seqs", True, "an integer from 1 up to 4194303, or null"),
         (EngineSettings, "block_size", "16k", "an integer from 1 up to 1024"),
-        (EngineSettings, "gpu_memory_utilization", 0, "a number above 0 up to 1"),
-        (EngineSettings, "gpu_memory_utilization", 1.01, "a number above 0 up to 1"),
-        (EngineSettings, "watermark", float("nan"), "a number from 0 up to 1"),
+        (EngineSettings, "gpu_memory_utilization", 0, "a number above 0 up to 1, or null"),
+        (EngineSettings, "gpu_memory_utilization", 1.01, "a number above 0 up to 1, or null"),
+        (EngineSettings, "watermark", float("nan"), "a number from 0 up to 1, or null"),
         (EngineSettings, "enable_chunked_prefill", "yes", "true or false"),
         (EngineSettings, "batching", "dynamic", "one of continuous, static"),
         (SloSettings, "percentile", 100.5, "a number above 0 up to 100"),
@@ -119,7 +119,7 @@ def test_every_preset_names_every_key_and_agrees_with_the_defaults_in_code(group
 
 
 def test_every_engine_key_reaches_the_engine():
-    given = {field.name for field in dataclasses.fields(EngineConfig)} - {"num_gpu_blocks"}
+    given = {field.name for field in dataclasses.fields(EngineConfig)} - {"num_gpu_blocks", "num_cpu_blocks"}
     assert given <= {field.name for field in dataclasses.fields(EngineSettings)}
 
 
@@ -152,6 +152,72 @@ def test_batch_defaults_are_those_of_vllm(hardware, expected):
     assert server(f"hardware={hardware}").batch_defaults() == expected
 
 
+# The wheels 0.11.0 and 0.20.0 have no branch for 160 GiB; offline is vLLM's class LLM.
+@pytest.mark.parametrize(
+    ("hardware", "flags", "expected"),
+    [
+        ("b200", {"vllm_version": "v0.20"}, (1024, 8192)),
+        ("b200", {"usage": "offline"}, (1024, 16384)),
+        ("h100", {"usage": "offline"}, (1024, 16384)),
+        ("a100", {"usage": "offline", "vllm_version": "0.11.2"}, (256, 8192)),
+    ],
+)
+def test_batch_defaults_follow_version_and_use(hardware, flags, expected):
+    assert server(f"hardware={hardware}", **flags).batch_defaults() == expected
+
+
+def test_versions_set_what_is_not_given_and_say_so():
+    old = server(vllm_version="v0.11")
+    flags = old.flags
+    assert (flags.gpu_memory_utilization, flags.async_scheduling, flags.scheduler_reserve_full_isl) == (
+        0.9,
+        False,
+        False,
+    )
+    assert flags.lone_request_without_threshold is False and flags.self_preemption == "ends"
+    # The order of the tail is not modelled together with the cache: the nearest rule is taken, and named.
+    assert flags.enable_prefix_caching is True and flags.freed_unhashed_blocks == "front"
+    assert old.taken()["freed_unhashed_blocks"].source == (
+        "tail in v0.11 is not modelled together with enable_prefix_caching=true"
+    )
+    assert server(vllm_version="v0.11", enable_prefix_caching=False).flags.freed_unhashed_blocks == "tail"
+    between = server(vllm_version="0.25.1", async_scheduling=False)
+    assert between.taken()["scheduler_reserve_full_isl"] == (True, "vLLM v0.20, the nearest known below v0.25")
+    assert "async_scheduling" not in between.taken() and between.flags.async_scheduling is False
+    today = server()
+    assert today.flags.async_scheduling and today.flags.enable_prefix_caching and today.flags.watermark == 0
+    assert today.taken()["max_num_seqs"] == (1024, "vLLM v0.33, server on 70 GiB or more")
+    for name in ("v0.10", "1.0", "latest"):
+        with pytest.raises(ConfigError, match=rf"^engine.vllm_version={name}: must be v0.11 or later"):
+            server(vllm_version=name)
+
+
+def test_what_cannot_be_simulated_together_is_turned_off_unless_it_was_asked_for():
+    ranked = server(policy="priority")
+    assert ranked.flags.enable_prefix_caching is False and ranked.flags.async_scheduling is True
+    assert "policy=priority" in ranked.taken()["enable_prefix_caching"].source
+    swapping = server(preemption_mode="swap", swap_space=1.0)
+    assert swapping.flags.async_scheduling is False and swapping.flags.enable_prefix_caching is False
+    engine = swapping.candidate(64, 4096).engine
+    # Llama 3.1 8B: 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token, 2 MiB a block: 512 in 1 GiB.
+    assert engine is not None and engine.num_cpu_blocks == 512
+    assert vllm_serve(swapping.model, swapping.flags, engine) is None
+    with pytest.raises(ConfigError, match="^engine.enable_prefix_caching=True: must be false with policy=priority"):
+        server(policy="priority", enable_prefix_caching=True).candidate(64, 4096)
+
+
+def test_swapping_is_priced_by_the_link():
+    # 131,072 bytes a token over 64 GB/s.
+    assert server().cost(64, 8).table(64, 8).swap_token_ps == round(131072 / 64e9 * 1e12)
+
+
+def test_serve_line_follows_the_version():
+    assert "--async-scheduling" not in serve_line(server(vllm_version="v0.11"))
+    assert "--async-scheduling" in serve_line(server(vllm_version="v0.11", async_scheduling=True))
+    assert "--gpu-memory-utilization" not in serve_line(server(vllm_version="v0.11"))
+    assert serve_line(server(max_new_tokens=64)).endswith("--override-generation-config '{\"max_new_tokens\": 64}'")
+
+
 def test_batch_defaults_follow_the_caps():
     assert server(max_num_batched_tokens=100).batch_defaults() == (100, 100)
     assert server(max_num_seqs=2, max_model_len=512).batch_defaults() == (2, 1024)
@@ -161,7 +227,9 @@ def test_batch_defaults_follow_the_caps():
 def serve_line(of: Server) -> str:
     engine = of.candidate(64, 4096).engine
     assert engine is not None
-    return vllm_serve(of.model, of.flags, engine)
+    line = vllm_serve(of.model, of.flags, engine)
+    assert line is not None
+    return line
 
 
 def test_serve_line_names_what_differs_from_the_defaults_of_vllm():

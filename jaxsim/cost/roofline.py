@@ -37,7 +37,7 @@ class Roofline:
         Raises ConfigError (key `hardware`) where an iteration would take so long that the clock may run out.
         """
         per_seq_s = self.head_flops / self.rate(16) + self.hardware.overhead_per_seq_us * 1e-6
-        kv_read_s = kv_bytes_per_token(self.model, self.tensor_parallel_size) / self.bandwidth
+        kv_read_s = self.kv_bytes / self.bandwidth
         # MLA's heads all read one latent vector: there decode attention can be bound by compute.
         decode_ctx_s = max(kv_read_s, self.decode_attention_flops / (self.rate(16) * ATTENTION_SHARE))
         pair_s = self.prefill_attention_flops / (self.rate(16) * ATTENTION_SHARE)
@@ -56,6 +56,7 @@ class Roofline:
             prefill_ctx_ps=_ps(kv_read_s),
             pair_ps=_ps(pair_s),
             decode_ctx_ps=_ps(decode_ctx_s),
+            swap_token_ps=_ps(self.kv_bytes / (self.hardware.host_link_gbps * 1e9)),
             linear_ps=np.rint(linear_s * PS).astype(np.int64),
             decode_base_ps=None,
             decode_ctx_table_ps=None,
@@ -88,6 +89,11 @@ class Roofline:
         moved = 2 * (tp - 1) / tp * tokens * self.model.hidden_size * 2
         once_s = moved / (hardware.interconnect_gbps * 1e9) + hardware.interconnect_latency_us * 1e-6
         return (2 * self.model.num_hidden_layers + 1) * once_s
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV of one token on one GPU."""
+        return kv_bytes_per_token(self.model, self.tensor_parallel_size)
 
     @property
     def bandwidth(self) -> float:

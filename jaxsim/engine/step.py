@@ -575,7 +575,7 @@ def step(
             continued_tokens=p.chunk,
             admitted=jnp.where(a.admits, look.joiner, none),
             admitted_tokens=a.tokens,
-            hit_tokens=jnp.int32(0) if a.hits is None else a.hits.tokens,
+            hit_tokens=a.hits.tokens if limits.prefix else jnp.int32(0),
             ran=a.runs & (i.works | p.preempted),
             look_ps=s.look_ps,
             start_ps=s.clock_ps,

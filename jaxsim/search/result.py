@@ -52,6 +52,7 @@ def result(
         "simulations": exploration.simulations,
         "rounds": exploration.rounds_done,
         "dropped": replicates.dropped,
+        "defaults": {key: taken._asdict() for key, taken in server.taken(exploration.space.searched).items()},
     }
     if choice is not None:
         found = exploration.known[choice.best].found
@@ -131,8 +132,8 @@ def _described(
         "kv_cache_tokens": best.capacity.tokens,
         "requests_that_fit": requests_that_fit(best.capacity, np.minimum(lengths, server.max_model_len)),
     }
-    if best.engine.batching == "continuous":
-        summary["vllm_serve"] = vllm_serve(server.model, best.flags, best.engine)
+    if (line := vllm_serve(server.model, best.flags, best.engine)) is not None:
+        summary["vllm_serve"] = line
     if slo.target_rps is not None:
         instances = number_of_instances(slo.target_rps, load)
         summary |= dict(zip(("instances", "instances_low", "instances_high"), instances, strict=True))

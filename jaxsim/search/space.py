@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from jaxsim.cost.roofline import Roofline
+from jaxsim.defaults import Default, batch_defaults, resolve
 from jaxsim.engine import CostTable, EngineConfig
 from jaxsim.errors import ConfigError
 from jaxsim.hardware import HardwareSpec, hardware_from_mapping
-from jaxsim.memory import Capacity, kv_capacity
-from jaxsim.model import ModelSpec, model_from_mapping
+from jaxsim.memory import GIB, Capacity, kv_capacity
+from jaxsim.model import ModelSpec, kv_bytes_per_token, model_from_mapping
 from jaxsim.settings import SEARCHED, EngineSettings, SearchSettings, show
 
 LONGEST_DEFAULT = 16384  # tokens; max_model_len when none is asked for, so that small GPUs start too
@@ -61,42 +62,46 @@ class Server:
     model: ModelSpec
     hardware: HardwareSpec
     flags: EngineSettings
+    defaults: Mapping[str, Default]  # of the flags, those that were not given
+    given: EngineSettings  # as they were given, with nulls
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], flags: EngineSettings) -> "Server":
         """From the groups model and hardware as plain mappings. Raises `ConfigError`."""
-        server = cls(model_from_mapping(settings["model"]), hardware_from_mapping(settings["hardware"]), flags)
+        model, hardware = model_from_mapping(settings["model"]), hardware_from_mapping(settings["hardware"])
+        server = cls(model, hardware, *resolve(flags), flags)
         longest = server.model.max_position_embeddings
         if server.max_model_len > longest:
             allowed = f"must be at most {longest}, the max_position_embeddings of {server.model.name}"
             raise ConfigError("engine.max_model_len", server.max_model_len, allowed)
         return server
 
+    def changed(self, flags: Mapping[str, Any]) -> "Server":
+        """With other flags; what was not given may follow from them."""
+        given = dataclasses.replace(self.given, **flags)
+        return Server(self.model, self.hardware, *resolve(given), given)
+
     @property
     def max_model_len(self) -> int:
         return self.flags.max_model_len or min(self.model.max_position_embeddings, LONGEST_DEFAULT)
 
     def batch_defaults(self) -> tuple[int, int]:
-        """(max_num_seqs, max_num_batched_tokens): what is asked for, else vLLM 0.33.0's choice for an OpenAI server.
+        """(max_num_seqs, max_num_batched_tokens): what is asked for, else vLLM's choice."""
+        found = self._batch_defaults()
+        return found["max_num_seqs"].value, found["max_num_batched_tokens"].value
 
-        Source: vllm/engine/arg_utils.py, get_batch_defaults; the caps on both follow it too.
-        """
-        hardware = self.hardware
-        if hardware.memory_gib >= 160:
-            seqs, tokens = 1024, 16384
-        elif hardware.memory_gib >= 70 and "a100" not in hardware.name.lower():
-            seqs, tokens = 1024, 8192
-        else:
-            seqs, tokens = 256, 2048
-        if not self.flags.enable_chunked_prefill:
-            tokens = max(tokens, self.max_model_len)
-        seqs = self.flags.max_num_seqs or min(seqs, self.flags.max_num_batched_tokens or tokens)
-        tokens = self.flags.max_num_batched_tokens or max(seqs, min(tokens, seqs * self.max_model_len))
-        return seqs, tokens
+    def taken(self, searched: Collection[str] = ()) -> dict[str, Default]:
+        """Values that were not given, without those that are searched."""
+        found = {**self.defaults, **self._batch_defaults()}
+        return {key: default for key, default in found.items() if key not in searched and default.source != "given"}
+
+    def _batch_defaults(self) -> dict[str, Default]:
+        return batch_defaults(self.flags, self.hardware.memory_gib, self.hardware.name, self.max_model_len)
 
     def candidate(self, max_num_seqs: int, max_num_batched_tokens: int, **changes: Any) -> Candidate:
         """One setting, ready to simulate. Raises `ConfigError` with vLLM's reason if the server would not start."""
         flags = self.flags
+        assert flags.gpu_memory_utilization is not None
         capacity = kv_capacity(
             self.model,
             self.hardware,
@@ -110,6 +115,9 @@ class Server:
         )
         setting = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         given = {key: value for key, value in vars(flags).items() if key in EngineConfig.__dataclass_fields__}
+        if flags.preemption_mode == "swap":
+            block_bytes = kv_bytes_per_token(self.model, flags.tensor_parallel_size) * flags.block_size
+            given["num_cpu_blocks"] = int(flags.swap_space * GIB // block_bytes)
         given |= setting | {"num_gpu_blocks": capacity.num_gpu_blocks, "max_model_len": self.max_model_len}
         return Candidate(setting, EngineConfig(**(given | changes)), capacity, flags)
 
@@ -139,6 +147,7 @@ class Space:
 
     server: Server
     values: Mapping[str, tuple]  # key -> values, [D]; at least max_num_seqs and max_num_batched_tokens
+    searched: Collection[str]  # keys that were given values to try
     baseline: Mapping[str, Any] | None = None  # what the server runs with now: changes of its flags, to compare with
     _made: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
     _costs: dict[int, FixedCost] = field(default_factory=dict)
@@ -153,7 +162,7 @@ class Space:
                 allowed = f"is searched: use search.{key}=[{given}], or search.{key}=null"
                 raise ConfigError(f"engine.{key}", given, allowed)
         defaults = dict(zip(("max_num_seqs", "max_num_batched_tokens"), server.batch_defaults(), strict=True))
-        return cls(server, {key: (value,) for key, value in defaults.items()} | chosen, baseline)
+        return cls(server, {key: (value,) for key, value in defaults.items()} | chosen, list(chosen), baseline)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -194,8 +203,8 @@ class Space:
         """The baseline, with the values of all searched keys; vLLM's defaults where it gives none."""
         if self.baseline is None:
             return None
-        flags = dataclasses.replace(self.server.flags, **self.baseline)
-        defaults = dataclasses.replace(self.server, flags=flags).batch_defaults()
+        server = self.server.changed(self.baseline)
+        flags, defaults = server.flags, server.batch_defaults()
         setting = dict(zip(("max_num_seqs", "max_num_batched_tokens"), defaults, strict=True))
         return self._made_of({key: getattr(flags, key) for key in {**self.values, **self.baseline}} | setting)
 
@@ -205,21 +214,19 @@ class Space:
         )
 
     def _made_of(self, setting: Mapping[str, Any]) -> Candidate:
-        flags = dataclasses.replace(self.server.flags, **setting)
+        server = self.server.changed(setting)
         try:
-            made = dataclasses.replace(self.server, flags=flags).candidate(
-                setting["max_num_seqs"], setting["max_num_batched_tokens"]
-            )
+            made = server.candidate(setting["max_num_seqs"], setting["max_num_batched_tokens"])
         except ConfigError as error:
-            return Candidate(setting, None, None, flags, error=error)
-        return dataclasses.replace(made, setting=setting, cost=self._cost(flags))
+            return Candidate(setting, None, None, server.flags, error=error)
+        return dataclasses.replace(made, setting=setting, cost=self._cost(server))
 
-    def _cost(self, flags: EngineSettings) -> FixedCost:
+    def _cost(self, server: Server) -> FixedCost:
         """One table per tensor-parallel size, for the largest settings of the space."""
-        size = flags.tensor_parallel_size
+        size = server.flags.tensor_parallel_size
         if size not in self._costs:
             largest = max(self.values["max_num_batched_tokens"]), max(self.values["max_num_seqs"])
-            self._costs[size] = dataclasses.replace(self.server, flags=flags).cost(*largest)
+            self._costs[size] = server.cost(*largest)
         return self._costs[size]
 
     def grid(self) -> list[Candidate]:

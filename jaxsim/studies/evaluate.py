@@ -37,6 +37,7 @@ def run(job: Job) -> None:
     cost = job.server.cost(candidate.max_num_batched_tokens, candidate.max_num_seqs)
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(points)} x {key}")
+    job.say_defaults()
     jobs = [(point, seed) for point in points for seed in range(seeds)]
     runs: dict[int, Simulation] = {}
     interrupted = False
@@ -83,10 +84,11 @@ def run(job: Job) -> None:
         "max_num_batched_tokens": candidate.max_num_batched_tokens,
         "num_gpu_blocks": candidate.capacity.num_gpu_blocks,
         "dropped": sampled.dropped,
+        "defaults": {name: taken._asdict() for name, taken in job.server.taken().items()},
         "seconds": job.seconds(),
     }
-    if candidate.engine.batching == "continuous":
-        summary["vllm_serve"] = vllm_serve(job.server.model, job.server.flags, candidate.engine)
+    if (line := vllm_serve(job.server.model, job.server.flags, candidate.engine)) is not None:
+        summary["vllm_serve"] = line
         job.console.print(f"start it   {summary['vllm_serve']}", soft_wrap=True)
     summary |= rows[0] if len(rows) == 1 else {"points": rows}
     job.finish(tracking, summary, tables)

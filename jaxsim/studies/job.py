@@ -1,7 +1,7 @@
 """A command's settings, checked and turned into the things to simulate, and where its results go."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxsim import settings as schema
+from jaxsim.defaults import lines
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.search.replicates import Replicates, replicates
@@ -97,6 +98,11 @@ class Job:
         tracking.artifact("results", [self.folder / "summary.json", *files.values()])
         for line in [f"results    {self.folder}", *(tracking.finish() or [])]:
             self.console.print(line, soft_wrap=True)
+
+    def say_defaults(self, searched: Collection[str] = ()) -> None:
+        """Prints what was not given and where it comes from."""
+        for line in lines(self.server.taken(searched)):
+            self.console.print(f"taken      {line}", soft_wrap=True)
 
     def seconds(self) -> float:
         return time.monotonic() - self.start

@@ -32,6 +32,7 @@ def run(job: Job) -> None:
     simulate = Simulator(job.replicates, job.slo, job.search, job.runtime.lanes)
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(grid)} settings at {len(asked.shares)} loads")
+    job.say_defaults(space.searched)
     rows: list[dict[str, Any]] = []
     interrupted = False
     with terminal.progress(job.console, "compiling") as bar:

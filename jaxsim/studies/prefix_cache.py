@@ -67,6 +67,7 @@ def run(job: Job) -> None:
     seeds = len(job.replicates.requests)
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(every)} workloads, {len(pools)} pools, the cache on and off")
+    job.say_defaults()
     rows: list[dict[str, Any]] = []
     interrupted = False
     with terminal.progress(job.console, "simulating") as bar:

@@ -46,6 +46,7 @@ def run(job: Job) -> None:
     tracking = job.track()
     most = exploring.most
     job.console.print(f"{job.title()}, {_searched(exploring)}, p{job.slo.percentile:g} of {_limits(job)}")
+    job.say_defaults(exploring.space.searched)
     interrupted = False
     with terminal.progress(job.console, "compiling") as bar:
         try:

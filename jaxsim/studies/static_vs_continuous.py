@@ -26,6 +26,7 @@ def run(job: Job) -> None:
     outputs = {"as they are": sampled.requests, "all equal": [_equal(requests) for requests in sampled.requests]}
     tracking = job.track()
     job.console.print(f"{job.title()}, max_num_seqs={seqs}")
+    job.say_defaults()
     rows: list[dict[str, Any]] = []
     interrupted = False
     with terminal.progress(job.console, "simulating") as bar:
