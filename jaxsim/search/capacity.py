@@ -1,126 +1,243 @@
-"""The largest load and the largest concurrency of every setting and seed that meet the SLO, and the best setting."""
+"""The largest load and the largest concurrency of every setting that meet the SLO, and the best setting."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxsim.metrics import Interval, paired_interval, t_interval
+from jaxsim.metrics import Interval, paired_interval
 from jaxsim.search.evaluate import Evaluate, Outcome, Task
-from jaxsim.search.load import Ladder, Probe, integer_ladder, load_ladder
+from jaxsim.search.load import Ladder, Probe, Verdict, integer_ladder, load_ladder
+from jaxsim.search.pooled import Crossing, crossing, decisive, verdict
+from jaxsim.search.slo import limits
 from jaxsim.search.space import Candidate
-from jaxsim.settings import SearchSettings
+from jaxsim.settings import SearchSettings, SloSettings
 
 LOWEST_RPS, HIGHEST_RPS = 0.01, 1e5
 LONGEST_RUN_S = 1e6  # keeps the int64 picosecond clock far from its end
 TIE_SEEDS = 3  # at least, for an interval to make a tie
 SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that meets an SLO
+EXTENSION = 4  # times as many requests as asked for, at most, where search.max_num_requests is null
+LOOKS = 3  # rounds spent on the ends of an interval, at most
 
 
 class Found(NamedTuple):
     """What the search knows about one setting."""
 
-    values: np.ndarray  # [S], highest passing value of each seed, 0 where none passed
-    interval: Interval
+    values: np.ndarray  # [S], each seed's contribution to the capacity, which is their mean; 0 where nothing passed
+    interval: Interval  # of the capacity, at `search.confidence`
     finished: bool  # nothing left to try
-    capped: bool  # the highest value on the ladder passed, in some seed
-    reason: str  # why the next value failed; of the first seed
+    capped: bool  # the highest value on the ladder passed
+    reason: str  # why the next value did not pass
+    undecided: str  # why the answer is none, in spite of the longest runs; empty if it is one
+    note: str  # higher values that passed, although one below them failed
     lowest: float  # the lowest value on the ladder
-    outcomes: list[Outcome]  # of the passing values, at most one per seed
+    count: int  # requests of a run
+    outcomes: list[Outcome]  # of the highest value that passed, one per seed
 
     @property
     def known(self) -> bool:
-        """Whether every value is one: a seed that nothing was said about yet has none."""
-        return self.finished or bool((self.values > 0).all())
+        """Whether there is a value: nothing was said yet about a search that an interruption cut off early."""
+        return self.finished or bool(self.outcomes)
+
+
+class _State:
+    """The search of one kind, loads or clients, over all candidates; in the shapes, `C` is their number."""
+
+    def __init__(self, rungs: np.ndarray, guesses: Sequence[float], near: bool, count: int):
+        self.ladder = Ladder(rungs, guesses, near)
+        self.counts = [count] * len(guesses)  # [C], requests of a run
+        self.figures: list[dict[int, np.ndarray]] = [{} for _ in guesses]  # [C], rung -> what decides, see `decisive`
+        self.verdicts: list[dict[int, Verdict]] = [{} for _ in guesses]  # [C], rung -> verdict
+        self.best: list[tuple[int, list[Outcome]]] = [(-1, []) for _ in guesses]  # [C], highest good rung, its runs
+        self.throughput_rps = [0.0] * len(guesses)  # [C], the largest so far
+        self.looks = [0] * len(guesses)  # [C], at the ends of the interval
+        self.wanted: list[set[int]] = [set() for _ in guesses]  # [C], rungs to try besides the ladder's
+        self.finished = [False] * len(guesses)  # [C]
+
+    def extend(self, candidate: int, guess: float) -> None:
+        """Starts over with runs twice as long, near the answer of the shorter ones."""
+        self.counts[candidate] *= 2
+        self.figures[candidate], self.verdicts[candidate] = {}, {}
+        self.best[candidate], self.looks[candidate] = (-1, []), 0
+        self.ladder.restart(candidate, guess)
 
 
 class CapacitySearch:
-    """All searches side by side: each round is one call of `evaluate` with everything that is still open.
+    """The searches of all candidates side by side: each round is one call of `evaluate` with all that is still open.
 
-    In the shapes, `C` is the number of candidates, `S` of seeds; search `c * S + s` is candidate c under the s-th seed.
+    Every value is tried under all seeds, and their runs together pass or fail (`jaxsim.search.pooled`). When a search
+    has closed in on its answer it looks at the ends of the interval; then, if the next load is undecided or the
+    interval wider than `search.precision`, it is repeated with runs twice as long, up to `search.max_num_requests`.
+    In the shapes, `C` is the number of candidates, `S` of seeds.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         seeds: Sequence[int],  # their places among the replicates
-        count: int,  # requests of a simulation
+        count: int,  # requests of a simulation, at first
         search: SearchSettings,
+        slo: SloSettings,
         evaluate: Evaluate,
+        guesses: Mapping[str, Sequence[float]] | None = None,  # [C] by kind, from an earlier search
     ):
         self.candidates, self.seeds, self.count = candidates, seeds, count
-        self.search, self.evaluate = search, evaluate
+        self.search, self.evaluate, self.limits = search, evaluate, limits(slo)
+        self.most = max(count, search.max_num_requests or EXTENSION * count)
         self.rounds = self.simulations = 0
         # Simulations of a full round; later ones probe what is still open at several values to keep the lanes busy.
         self.width = 2 * len(candidates) * len(seeds)
-        self.best: dict[tuple[str, int], Outcome] = {}  # of the highest passing value
-        self.seats = integer_ladder(max(1, count // 2), search.step)
-        guesses = [candidate.max_num_seqs for candidate in candidates for _ in seeds]
-        self.ladders: dict[str, Ladder] = {"clients": Ladder(self.seats, guesses)}
+        self.states: dict[str, _State] = {}
+        guesses = guesses or {}
+        if search.concurrency or (search.load and "load" not in guesses):
+            rungs = integer_ladder(max(1, count // 2), search.step)
+            start = guesses.get("clients", [candidate.max_num_seqs for candidate in candidates])
+            self.states["clients"] = _State(rungs, start, "clients" in guesses, count)
+        if search.load and "load" in guesses:
+            self._start_loads(guesses["load"], near=True)
+
+    @property
+    def ladders(self) -> dict[str, Ladder]:
+        return {kind: state.ladder for kind, state in self.states.items()}
 
     @property
     def done(self) -> bool:
-        return self.rounds > 0 and all(ladder.done for ladder in self.ladders.values())
+        return self.rounds > 0 and all(all(state.finished) for state in self.states.values())
 
     def remaining(self) -> int:
         """About how many simulations are still to come."""
-        searches = len(self.candidates) * len(self.seeds)
         expected = sum(ladder.remaining() for ladder in self.ladders.values())
-        return expected + (8 * searches if self.search.load and not self.rounds else 0)
+        expected += sum(len(wanted) for state in self.states.values() for wanted in state.wanted)
+        unborn = 8 * len(self.candidates) if self.search.load and "load" not in self.states else 0
+        return len(self.seeds) * (expected + unborn)
 
     def round(self, on_done: Callable[[], None] | None = None) -> None:
-        """One round. The first has closed loops only: their throughput is the guess for the load."""
-        each = max(1, self.width // max(1, sum(int(ladder.open.sum()) for ladder in self.ladders.values())))
-        asked = [(kind, probe) for kind, ladder in self.ladders.items() for probe in ladder.ask(each)]
-        tasks = [self._task(kind, probe) for kind, probe in asked]
+        """One round. Without guesses the first has closed loops only: their throughput is the guess for the load."""
+        still_open = sum(int(ladder.open.sum()) for ladder in self.ladders.values())
+        each = max(1, self.width // max(1, still_open * len(self.seeds)))
+        asked = [(kind, probe) for kind, state in self.states.items() for probe in self._probes(state, each)]
+        tasks = [self._task(kind, probe, seed) for kind, probe in asked for seed in self.seeds]
         outcomes = self.evaluate(tasks, (lambda *_: on_done()) if on_done else None)
-        for kind, ladder in self.ladders.items():
-            told = [(one[1], out.verdict) for one, out in zip(asked, outcomes, strict=True) if one[0] == kind]
-            ladder.tell([probe for probe, _ in told], [verdict for _, verdict in told])
-        for (kind, probe), outcome in zip(asked, outcomes, strict=True):
-            if probe.rung == self.ladders[kind].low[probe.search]:
-                self.best[kind, probe.search] = outcome
-        if not self.rounds:
-            self._start_loads(asked, outcomes)
+        runs = [outcomes[start : start + len(self.seeds)] for start in range(0, len(outcomes), len(self.seeds))]
+        for kind, state in self.states.items():
+            self._tell(state, [(probe, run) for (one, probe), run in zip(asked, runs, strict=True) if one == kind])
+        if self.search.load and "load" not in self.states:
+            self._start_loads([SLO_SHARE * rate for rate in self.states["clients"].throughput_rps])
+        if not self.search.concurrency:
+            self.states.pop("clients", None)
         self.rounds += 1
         self.simulations += len(outcomes)
 
-    def _task(self, kind: str, probe: Probe) -> Task:
-        candidate, seed = divmod(probe.search, len(self.seeds))
-        value = self.ladders[kind].rungs[probe.rung]
-        load_rps, clients = (float(value), None) if kind == "load" else (None, int(value))
-        return Task(self.candidates[candidate], self.seeds[seed], load_rps, clients, self.count)
+    def _probes(self, state: _State, each: int) -> list[Probe]:
+        probes = state.ladder.ask(each)
+        for candidate, wanted in enumerate(state.wanted):
+            probes += [Probe(candidate, rung) for rung in sorted(wanted)]
+        return probes
 
-    def _start_loads(self, asked: Sequence[tuple[str, Probe]], outcomes: Sequence[Outcome]) -> None:
-        guesses = np.zeros(len(self.candidates) * len(self.seeds))
-        for (_, probe), (_, figures) in zip(asked, outcomes, strict=True):
-            duration_s = figures["duration_s"]
-            rate_rps = figures["num_prompts"] / duration_s if duration_s > 0 else LOWEST_RPS
-            guesses[probe.search] = max(guesses[probe.search], SLO_SHARE * rate_rps)
-        if self.search.load:
-            lowest = max(LOWEST_RPS, self.count / LONGEST_RUN_S)
-            rungs = load_ladder(lowest, HIGHEST_RPS, self.search.step)
-            self.ladders["load"] = Ladder(rungs, guesses.tolist())
-        if not self.search.concurrency:
-            del self.ladders["clients"]
+    def _task(self, kind: str, probe: Probe, seed: int) -> Task:
+        state, value = self.states[kind], float(self.states[kind].ladder.rungs[probe.rung])
+        load_rps, clients = (value, None) if kind == "load" else (None, int(value))
+        return Task(self.candidates[probe.search], seed, load_rps, clients, state.counts[probe.search])
+
+    def _tell(self, state: _State, told: Sequence[tuple[Probe, list[Outcome]]]) -> None:
+        verdicts = [verdict(runs, self.limits) for _, runs in told]
+        for ((candidate, rung), runs), said in zip(told, verdicts, strict=True):
+            state.figures[candidate][rung] = decisive(runs, self.limits)
+            state.verdicts[candidate][rung] = said
+            state.wanted[candidate].discard(rung)
+            rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
+            state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
+        state.ladder.tell([probe for probe, _ in told], verdicts)
+        for (candidate, rung), runs in told:
+            if rung == state.ladder.low[candidate]:
+                state.best[candidate] = rung, runs
+        for candidate in range(len(self.candidates)):
+            if not state.finished[candidate] and not state.ladder.open[candidate]:
+                self._close(state, candidate)
+
+    def _close(self, state: _State, candidate: int) -> None:
+        """Looks further, extends, or ends the search of a candidate whose capacity lies between two neighbours."""
+        low = int(state.ladder.low[candidate])
+        if state.best[candidate][0] != low >= 0:  # what had passed above it was overtaken by a failure below
+            state.wanted[candidate] = {low}
+            return
+        found = self._crossing(state, candidate)
+        if found is not None and state.looks[candidate] < LOOKS and len(self.seeds) > 1:
+            state.looks[candidate] += 1
+            state.wanted[candidate] = _ends(state.ladder.rungs, sorted(state.figures[candidate]), found)
+            if state.wanted[candidate]:
+                return
+        if self._doubt(state, candidate, found) and 2 * state.counts[candidate] <= self.most:
+            state.extend(candidate, found.interval.mean if found else float(state.ladder.rungs[0]))
+        else:
+            state.finished[candidate] = True
+
+    def _crossing(self, state: _State, candidate: int) -> Crossing | None:
+        rungs, low = sorted(state.figures[candidate]), int(state.ladder.low[candidate])
+        if low < 0:
+            return None
+        figures = np.stack([state.figures[candidate][rung] for rung in rungs])
+        loads, passed = state.ladder.rungs[rungs], rungs.index(low)
+        whole = state is self.states.get("clients")
+        return crossing(loads, figures, self.limits, passed, self.search.confidence, whole)
+
+    def _doubt(self, state: _State, candidate: int, found: Crossing | None) -> str:
+        """Why the answer is none yet; empty if it is one."""
+        high = state.verdicts[candidate].get(int(state.ladder.high[candidate]))
+        if high is not None and high.passed is None:
+            return f"{high.reason} after {state.counts[candidate]} requests"
+        if self.search.precision is None or found is None or len(self.seeds) == 1:
+            return ""
+        relative = found.interval.half_width / found.interval.mean if found.interval.mean > 0 else math.inf
+        wide = f"undecided: the interval is {relative:.1%} wide, more than search.precision={self.search.precision:g}"
+        return wide if relative > self.search.precision else ""
+
+    def _start_loads(self, guesses: Sequence[float], near: bool = False) -> None:
+        lowest = max(LOWEST_RPS, self.most / LONGEST_RUN_S)
+        rungs = load_ladder(lowest, HIGHEST_RPS, self.search.step)
+        self.states["load"] = _State(rungs, guesses, near, self.count)
 
     def found(self, kind: str, candidate: int) -> Found | None:
         """The state of the search "load" or "clients" of one candidate; None if it is not searched."""
-        ladder = self.ladders.get(kind)
-        if ladder is None:
+        state = self.states.get(kind)
+        if state is None:
             return None
-        seeds = len(self.seeds)
-        mine = slice(candidate * seeds, (candidate + 1) * seeds)
-        values = ladder.values()[mine]
-        return Found(
-            values=values,
-            interval=t_interval(values),
-            finished=not ladder.open[mine].any(),
-            capped=bool(ladder.capped[mine].any()),
-            reason=next((reason for reason in ladder.reason[mine] if reason), ""),
-            lowest=float(ladder.rungs[0]),
-            outcomes=[self.best[kind, index] for index in range(mine.start, mine.stop) if (kind, index) in self.best],
+        ladder, crossing = state.ladder, self._crossing(state, candidate)
+        above = [rung for rung in ladder.passed[candidate] if rung > ladder.high[candidate]]
+        note = (
+            f"{ladder.rungs[max(above)]:.4g} passed above {ladder.rungs[ladder.high[candidate]]:.4g}" if above else ""
         )
+        return Found(
+            values=crossing.values if crossing else np.zeros(len(self.seeds)),
+            interval=crossing.interval if crossing else Interval(0.0, 0.0),
+            finished=state.finished[candidate],
+            capped=bool(ladder.capped[candidate]),
+            reason=ladder.reason[candidate],
+            undecided=self._doubt(state, candidate, crossing) if state.finished[candidate] else "",
+            note=note,
+            lowest=float(ladder.rungs[0]),
+            count=state.counts[candidate],
+            outcomes=state.best[candidate][1],
+        )
+
+
+def _ends(rungs: np.ndarray, tried: Sequence[int], found: Crossing) -> set[int]:
+    """Rungs to try so that an interval does not rest on values far apart: near its low end and around its reach."""
+    if found.low <= 0:
+        return set()
+
+    def place(load: float) -> int:
+        return int(np.clip(np.searchsorted(rungs, load), 0, len(rungs) - 1))
+
+    centre = place(found.interval.mean)
+    ends = [place(found.low), place(found.reach) if math.isfinite(found.reach) else 2 * tried[-1] - centre + 1]
+    wanted = set()
+    for end in (min(end, len(rungs) - 1) for end in ends):
+        if min(abs(end - rung) for rung in tried) > max(2, abs(end - centre) // 4):
+            wanted.add(end)
+    return wanted
 
 
 class Choice(NamedTuple):

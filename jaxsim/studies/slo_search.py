@@ -13,7 +13,7 @@ from jaxsim.results.serve import vllm_serve
 from jaxsim.search.capacity import CapacitySearch, Found, choose
 from jaxsim.search.evaluate import Simulator
 from jaxsim.search.figures import limited_by, number_of_instances, over_seeds, percentiles
-from jaxsim.search.slo import limits_ms
+from jaxsim.search.slo import limits
 from jaxsim.search.space import Candidate, Space
 from jaxsim.settings import SEARCHED, show
 from jaxsim.studies.job import Job
@@ -27,16 +27,14 @@ def run(job: Job) -> None:
     search, slo = job.search, job.slo
     if not (search.load or search.concurrency):
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
-    if not limits_ms(slo):
-        raise ConfigError("slo.ttft_ms", "null", "must be a number unless slo.tpot_ms or slo.e2el_ms is one")
     space = Space.of(job.server, search)
     grid = space.grid()
     candidates = [candidate for candidate in grid if candidate.engine is not None]
     simulator = Simulator(job.replicates, slo, search, job.runtime.lanes)
     seeds = range(len(job.replicates.requests))
-    capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, simulator)
+    capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, slo, simulator)
     tracking = job.track()
-    job.console.print(f"{job.title()}, {len(grid)} settings, p{slo.percentile:g} of {_limits(job)}")
+    job.console.print(f"{job.title()}, {len(grid)} settings, {_limits(job)}")
     interrupted = False
     with terminal.progress(job.console, "compiling") as bar:
         try:
@@ -59,7 +57,7 @@ def run(job: Job) -> None:
 
 
 def _limits(job: Job) -> str:
-    return ", ".join(f"{name.upper()} <= {limit:g} ms" for name, limit in limits_ms(job.slo).items())
+    return ", ".join(limit.text for limit in limits(job.slo)) or "no limit but a stable queue"
 
 
 def _round(capacity: CapacitySearch) -> dict[str, Any]:
@@ -98,17 +96,21 @@ def _rows(
 
 def _status(results: Mapping[str, Found | None], best: Found | None) -> dict[str, str]:
     """Columns status, reason and capped: the columns in which the true value may be larger."""
-    if best is None or not all(result.finished for result in results.values() if result):
+    known = {kind: result for kind, result in results.items() if result is not None}
+    if best is None or not all(result.finished for result in known.values()):
         return {"status": "unfinished", "reason": "interrupted; the values are the largest that passed so far"}
     if not best.outcomes:
-        return {"status": "infeasible", "reason": f"{best.reason} even at the lowest, {best.lowest:g}"}
-    capped = [kind for kind, result in results.items() if result and result.capped]
-    reason = ", ".join(f"the highest {kind} tried passed" for kind in capped)
-    return {"status": "ok", "reason": reason, "capped": " ".join(COLUMNS[kind] for kind in capped)}
+        status = "undecided" if best.undecided else "infeasible"
+        return {"status": status, "reason": f"{best.undecided or best.reason} even at the lowest, {best.lowest:g}"}
+    capped = [kind for kind, result in known.items() if result.capped]
+    reasons = [f"the highest {kind} tried passed" for kind in capped]
+    reasons += [f"{kind}: {text}" for kind, result in known.items() for text in (result.undecided, result.note) if text]
+    status = "undecided" if best.undecided else "ok"
+    return {"status": status, "reason": "; ".join(reasons), "capped": " ".join(COLUMNS[kind] for kind in capped)}
 
 
 def _figures(found: Found) -> dict[str, Interval]:
-    """Figures at every seed's own capacity, over seeds."""
+    """Figures at the highest value that passed, over seeds."""
     return over_seeds([outcome.figures for outcome in found.outcomes])
 
 
