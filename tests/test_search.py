@@ -219,3 +219,8 @@ def test_instances_carry_the_interval_of_the_capacity():
 def test_figures_over_seeds_have_student_intervals():
     # Two values 1 and 3: mean 2, standard error 1, t(0.975, 1) = 12.706.
     assert over_seeds([{"a": 1.0}, {"a": 3.0}])["a"] == pytest.approx((2.0, 12.706), abs=1e-3)
+
+
+def test_a_lone_search_with_room_for_thousands_of_probes_stays_on_the_ladder():
+    ladder = search_all(np.arange(1.0, 101.0), [97], [0.0], 2000)
+    assert ladder.low[0] == 97

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxsim.metrics import Interval, paired_interval
 from jaxsim.search.evaluate import Evaluate, Outcome, Task
-from jaxsim.search.load import Ladder, Probe, Verdict, integer_ladder, load_ladder
+from jaxsim.search.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict, integer_ladder, load_ladder
 from jaxsim.search.pooled import Crossing, crossing, decisive, verdict
 from jaxsim.search.slo import limits
 from jaxsim.search.space import Candidate
@@ -18,8 +18,10 @@ LOWEST_RPS, HIGHEST_RPS = 0.01, 1e5
 LONGEST_RUN_S = 1e6  # keeps the int64 picosecond clock far from its end
 TIE_SEEDS = 3  # at least, for an interval to make a tie
 SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that meets an SLO
-EXTENSION = 4  # times as many requests as asked for, at most, where search.max_num_requests is null
-LOOKS = 3  # rounds spent on the ends of an interval, at most
+EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
+EVENTS = 10  # jams that a missed share should rest on, at least
+LOOKS = 4  # rounds spent on the ends of an interval, at most
+NEAR_SHARE = 4  # of the distance from the capacity to an end: a gap between two values around the end may be as wide
 
 
 class Found(NamedTuple):
@@ -31,7 +33,7 @@ class Found(NamedTuple):
     capped: bool  # the highest value on the ladder passed
     reason: str  # why the next value did not pass
     undecided: str  # why the answer is none, in spite of the longest runs; empty if it is one
-    note: str  # higher values that passed, although one below them failed
+    note: str  # higher values that are undecided, or passed although one below them did not
     lowest: float  # the lowest value on the ladder
     count: int  # requests of a run
     outcomes: list[Outcome]  # of the highest value that passed, one per seed
@@ -63,13 +65,48 @@ class _State:
         self.best[candidate], self.looks[candidate] = (-1, []), 0
         self.ladder.restart(candidate, guess)
 
+    def in_doubt(self, candidate: int) -> bool:
+        """Whether the lowest rung that did not pass is undecided."""
+        verdict = self.verdicts[candidate].get(int(self.ladder.high[candidate]))
+        return verdict is not None and verdict.passed is None
+
+    def failed(self, candidate: int) -> int:
+        """The lowest rung that failed for certain, above those that did not pass; the last if none has."""
+        high = self.ladder.high[candidate]
+        failed = (rung for rung, said in self.verdicts[candidate].items() if said.passed is False and rung >= high)
+        return min(failed, default=len(self.ladder.rungs) - 1)
+
+    def ends(self, candidate: int, found: Crossing) -> set[int]:
+        """Rungs to try so that an interval does not rest on values far apart: at its low end and around its reach.
+
+        Where the next rung is undecided also the one half-way to those that failed for certain.
+        """
+        rungs, tried = self.ladder.rungs, sorted(self.verdicts[candidate])
+
+        def place(load: float) -> int:
+            return int(np.clip(np.searchsorted(rungs, load), 0, len(rungs) - 1))
+
+        centre, wanted = place(found.interval.mean), set()
+        reach = place(found.reach) if math.isfinite(found.reach) else 2 * tried[-1] - centre + 1
+        for end, guess in ((place(found.low), place(found.look)), (reach, reach)):
+            below = max((rung for rung in tried if rung < end), default=-1)
+            above = min((rung for rung in tried if rung >= end), default=len(rungs))
+            if above - below > max(NEAR_STRIDE, abs(end - centre) // NEAR_SHARE):
+                wanted.add(min(max(guess, below + 1), above - 1))
+        if self.in_doubt(candidate):
+            high, failed = int(self.ladder.high[candidate]), self.failed(candidate)
+            further = high + STRIDE if failed == len(rungs) - 1 else (high + failed) // 2
+            wanted |= {further} - {high, *tried}
+        return wanted
+
 
 class CapacitySearch:
     """The searches of all candidates side by side: each round is one call of `evaluate` with all that is still open.
 
     Every value is tried under all seeds, and their runs together pass or fail (`jaxsim.search.pooled`). When a search
-    has closed in on its answer it looks at the ends of the interval; then, if the next load is undecided or the
-    interval wider than `search.precision`, it is repeated with runs twice as long, up to `search.max_num_requests`.
+    has closed in on its answer, but the next value is undecided or the missed share rests on a few jams, it is
+    repeated with runs twice as long, up to `search.max_num_requests`; so it is, after a look at the ends of the
+    interval, if that is wider than `search.precision`. What stays undecided belongs to the interval.
     In the shapes, `C` is the number of candidates, `S` of seeds.
     """
 
@@ -82,10 +119,12 @@ class CapacitySearch:
         slo: SloSettings,
         evaluate: Evaluate,
         guesses: Mapping[str, Sequence[float]] | None = None,  # [C] by kind, from an earlier search
+        drawable: Callable[[int], bool] = lambda count: True,  # whether there are runs of so many requests
     ):
         self.candidates, self.seeds, self.count = candidates, seeds, count
         self.search, self.evaluate, self.limits = search, evaluate, limits(slo)
         self.most = max(count, search.max_num_requests or EXTENSION * count)
+        self.drawable = drawable
         self.rounds = self.simulations = 0
         # Simulations of a full round; later ones probe what is still open at several values to keep the lanes busy.
         self.width = 2 * len(candidates) * len(seeds)
@@ -164,13 +203,20 @@ class CapacitySearch:
             state.wanted[candidate] = {low}
             return
         found = self._crossing(state, candidate)
+        guess = found.interval.mean if found else float(state.ladder.rungs[0])
+        longer = 2 * state.counts[candidate]
+        can_extend = longer <= self.most and self.drawable(longer)
+        seldom = found is not None and found.events < EVENTS
+        if (state.in_doubt(candidate) or seldom) and can_extend:
+            state.extend(candidate, guess)
+            return
         if found is not None and state.looks[candidate] < LOOKS and len(self.seeds) > 1:
             state.looks[candidate] += 1
-            state.wanted[candidate] = _ends(state.ladder.rungs, sorted(state.figures[candidate]), found)
+            state.wanted[candidate] = state.ends(candidate, found)
             if state.wanted[candidate]:
                 return
-        if self._doubt(state, candidate, found) and 2 * state.counts[candidate] <= self.most:
-            state.extend(candidate, found.interval.mean if found else float(state.ladder.rungs[0]))
+        if self._wide(found) and can_extend:
+            state.extend(candidate, guess)
         else:
             state.finished[candidate] = True
 
@@ -181,17 +227,19 @@ class CapacitySearch:
         figures = np.stack([state.figures[candidate][rung] for rung in rungs])
         loads, passed = state.ladder.rungs[rungs], rungs.index(low)
         whole = state is self.states.get("clients")
-        return crossing(loads, figures, self.limits, passed, self.search.confidence, whole)
+        found = crossing(loads, figures, self.limits, passed, self.search.confidence, whole)
+        if not state.in_doubt(candidate):
+            return found
+        mean, half_width = found.interval
+        half_width = max(half_width, state.ladder.rungs[state.failed(candidate)] - mean)
+        return found._replace(interval=Interval(mean, half_width))
 
-    def _doubt(self, state: _State, candidate: int, found: Crossing | None) -> str:
-        """Why the answer is none yet; empty if it is one."""
-        high = state.verdicts[candidate].get(int(state.ladder.high[candidate]))
-        if high is not None and high.passed is None:
-            return f"{high.reason} after {state.counts[candidate]} requests"
+    def _wide(self, found: Crossing | None) -> str:
+        """Says that the interval is wider than asked for; empty if it is not."""
         if self.search.precision is None or found is None or len(self.seeds) == 1:
             return ""
         relative = found.interval.half_width / found.interval.mean if found.interval.mean > 0 else math.inf
-        wide = f"undecided: the interval is {relative:.1%} wide, more than search.precision={self.search.precision:g}"
+        wide = f"undecided: ± {relative:.2g} of the value is wider than search.precision={self.search.precision:g}"
         return wide if relative > self.search.precision else ""
 
     def _start_loads(self, guesses: Sequence[float], near: bool = False) -> None:
@@ -205,39 +253,26 @@ class CapacitySearch:
         if state is None:
             return None
         ladder, crossing = state.ladder, self._crossing(state, candidate)
-        above = [rung for rung in ladder.passed[candidate] if rung > ladder.high[candidate]]
-        note = (
-            f"{ladder.rungs[max(above)]:.4g} passed above {ladder.rungs[ladder.high[candidate]]:.4g}" if above else ""
-        )
+        high = int(ladder.high[candidate])
+        above = sorted(rung for rung in ladder.passed[candidate] if rung > high)[-1:]
+        in_doubt = state.finished[candidate] and state.in_doubt(candidate)
+        notes = [f"{ladder.rungs[rung]:.4g} passed although {ladder.rungs[high]:.4g} did not" for rung in above]
+        if in_doubt:
+            text = f"{ladder.reason[candidate]}, in runs of {state.counts[candidate]}"
+            notes.append(f"{ladder.rungs[high]:.4g} is {text}")
+        undecided = ladder.reason[candidate] if in_doubt and crossing is None else self._wide(crossing)
         return Found(
             values=crossing.values if crossing else np.zeros(len(self.seeds)),
             interval=crossing.interval if crossing else Interval(0.0, 0.0),
             finished=state.finished[candidate],
             capped=bool(ladder.capped[candidate]),
             reason=ladder.reason[candidate],
-            undecided=self._doubt(state, candidate, crossing) if state.finished[candidate] else "",
-            note=note,
+            undecided=undecided if state.finished[candidate] else "",
+            note="; ".join(notes),
             lowest=float(ladder.rungs[0]),
             count=state.counts[candidate],
             outcomes=state.best[candidate][1],
         )
-
-
-def _ends(rungs: np.ndarray, tried: Sequence[int], found: Crossing) -> set[int]:
-    """Rungs to try so that an interval does not rest on values far apart: near its low end and around its reach."""
-    if found.low <= 0:
-        return set()
-
-    def place(load: float) -> int:
-        return int(np.clip(np.searchsorted(rungs, load), 0, len(rungs) - 1))
-
-    centre = place(found.interval.mean)
-    ends = [place(found.low), place(found.reach) if math.isfinite(found.reach) else 2 * tried[-1] - centre + 1]
-    wanted = set()
-    for end in (min(end, len(rungs) - 1) for end in ends):
-        if min(abs(end - rung) for rung in tried) > max(2, abs(end - centre) // 4):
-            wanted.add(end)
-    return wanted
 
 
 class Choice(NamedTuple):

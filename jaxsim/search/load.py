@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 STRIDE = 8  # rungs of the first gallop away from a guess
+MOST_STRIDES = 12  # in one round: they double, and no ladder is that long
 NEAR_STRIDE = 2  # the same where the guess comes from an earlier search
 
 
@@ -93,13 +94,13 @@ class Ladder:
         probes = []
         for index in np.flatnonzero(self.open):
             low, high, stride = int(self.low[index]), int(self.high[index]), int(self.stride[index])
-            steps = stride * 2 ** np.arange(each)
+            steps = [stride * 2**doubled for doubled in range(min(each, MOST_STRIDES))]
             if low < 0 and high == len(self.rungs):
                 rungs = {int(self.guess[index])} | (set() if self.near[index] else {0})
             elif high == len(self.rungs):
-                rungs = {min(low + int(step), high - 1) for step in steps}
+                rungs = {min(low + step, high - 1) for step in steps}
             elif low <= 0 and high - stride > low + 1:
-                rungs = {max(high - int(step), low + 1) for step in steps}
+                rungs = {max(high - step, low + 1) for step in steps}
             else:
                 parts = min(each, high - low - 1) + 1
                 rungs = {low + (high - low) * part // parts for part in range(1, parts)}
@@ -114,7 +115,7 @@ class Ladder:
         for index, round_ in told.items():
             first = self.low[index] < 0 and self.high[index] == len(self.rungs)
             if not first and (self.low[index] <= 0 or self.high[index] == len(self.rungs)):
-                self.stride[index] *= 2 ** len(round_)
+                self.stride[index] = min(self.stride[index] * 2 ** min(len(round_), MOST_STRIDES), len(self.rungs))
             for rung, (passed, reason) in round_.items():
                 if passed:
                     self.passed[index].add(rung)

@@ -37,7 +37,9 @@ class Crossing(NamedTuple):
     values: np.ndarray  # [S], each seed's contribution; their mean is the capacity
     interval: Interval
     low: float  # where an upper confidence limit of a mean crosses already; 0 if at the lowest load
+    look: float  # where that should be, by the loads above it
     reach: float  # the highest load that a seed's contribution rests on
+    events: float  # about how many independent ones the missed share rests on: (mean / standard error) squared
 
 
 def verdict(outcomes: Sequence[Outcome], limits: Sequence[Limit]) -> Verdict:
@@ -98,22 +100,26 @@ def crossing(
         at = float(loads[passed])
     at = float(loads[passed]) if whole else float(np.clip(at, loads[passed], following))
     if seeds == 1:
-        return Crossing(np.array([at]), Interval(at, math.nan), at, at)
+        return Crossing(np.array([at]), Interval(at, math.nan), at, at, at, math.inf)
     rest = [np.delete(np.arange(seeds), seed) for seed in range(seeds)]
     left_out = np.array([_first(loads, [(c.values[:, kept].mean(axis=1), c.allowed) for c in curves]) for kept in rest])
     reach = float(left_out.max())
     left_out = np.minimum(left_out, loads[-1])
     values = at + (seeds - 1) * (left_out.mean() - left_out)
     quantile = float(t.ppf((1 + confidence) / 2, seeds - 1))
-    low = min(at, _first(loads, [(_upper(curve, quantile), curve.allowed) for curve in curves]))
+    upper = [(_upper(curve, quantile), curve.allowed) for curve in curves]
+    low, look = min(at, _first(loads, upper)), min(at, _before(loads, upper))
+    missed = [c.values[passed + 1] for c in curves if c.positive and passed + 1 < len(loads)]
+    events = [(one.mean() / max(one.std(ddof=1), 1e-12)) ** 2 * seeds for one in missed if one.mean() > 0]
     half = max(quantile * float(values.std(ddof=1)) / math.sqrt(seeds), at - low)
-    return Crossing(values, Interval(at, half), low, reach)
+    return Crossing(values, Interval(at, half), low, look, reach, min(events, default=math.inf))
 
 
 def _first(loads: np.ndarray, means: Sequence[tuple[np.ndarray, float]]) -> float:
     """The lowest load at which one of the means [R] crosses what is allowed; infinite where none does.
 
-    Linear between two loads; 0 if the lowest is too high already.
+    Between two loads a mean is taken to grow exponentially, as the tail of a wait does; linearly from 0 or below. The
+    answer is 0 if the lowest load is too high already.
     """
     least = math.inf
     for mean, allowed in means:
@@ -124,8 +130,22 @@ def _first(loads: np.ndarray, means: Sequence[tuple[np.ndarray, float]]) -> floa
         if index == 0:
             return 0.0
         before, after = float(mean[index - 1]), float(mean[index])
-        share = (allowed - before) / (after - before)
+        if before > 0 and allowed > 0:
+            share = math.log(allowed / before) / math.log(after / before)
+        else:
+            share = (allowed - before) / (after - before)
         least = min(least, float(loads[index - 1] + share * (loads[index] - loads[index - 1])))
+    return least
+
+
+def _before(loads: np.ndarray, means: Sequence[tuple[np.ndarray, float]]) -> float:
+    """Where the means should cross, by their growth over the two lowest loads at which they are above."""
+    least = math.inf
+    for mean, allowed in means:
+        index = int(np.argmax(mean > allowed))
+        if mean[index] > allowed > 0 and index + 1 < len(loads) and mean[index + 1] > mean[index]:
+            growth = math.log(mean[index + 1] / mean[index]) / float(loads[index + 1] - loads[index])
+            least = min(least, float(loads[index]) - math.log(mean[index] / allowed) / growth)
     return least
 
 

@@ -32,7 +32,9 @@ def run(job: Job) -> None:
     candidates = [candidate for candidate in grid if candidate.engine is not None]
     simulator = Simulator(job.replicates, slo, search, job.runtime.lanes)
     seeds = range(len(job.replicates.requests))
-    capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, slo, simulator)
+    capacity = CapacitySearch(
+        candidates, seeds, job.replicates.count, search, slo, simulator, drawable=job.replicates.drawable
+    )
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(grid)} settings, {_limits(job)}")
     interrupted = False
