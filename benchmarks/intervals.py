@@ -33,7 +33,11 @@ from jaxsim.studies.job import Job
 
 PS_PER_S = 10**12
 TRUTH_SEEDS, TRUTH_REQUESTS, TRUTH_FIRST = 25, 40_000, 10_000_000
-SINGLE_SERVER = {"single server, capacity 0.5": 0.5, "single server, capacity 0.8": 0.8, "single server, 0.9": 0.9}
+SINGLE_SERVER = {
+    "single server, capacity 0.5": 0.5,
+    "single server, capacity 0.8": 0.8,
+    "single server, capacity 0.9": 0.9,
+}
 ENGINE = {
     "engine, p99 TTFT 200 ms": ["slo.ttft_ms=200"],
     "engine, p99 TTFT 400 ms": ["slo.ttft_ms=400"],
@@ -80,6 +84,7 @@ class SingleServer:
             "failed": 0,
             "share_above_p99_ttft_ms": float(np.mean(1000 * kept > self.limit_ms)),
             "stable": float(not is_growing(run)),
+            "growing": float(trend.clear),
             "growth_share": trend.share,
             "num_prompts": count,
             "duration_s": float((arrival + wait + service)[-1] - arrival[0]),
@@ -134,13 +139,14 @@ def report(name: str, truth: float, guess: float, make: Callable[[], Any], optio
     one, evaluate, slo = make()
     search = repeat(one, evaluate, slo, guess, options.repetitions, options.seeds, options.requests)
     found = [search.found("load", index) for index in range(options.repetitions)]
-    intervals = np.array([item.interval for item in found if item is not None])
-    print(row(name, truth, *intervals.T, search.simulations / options.repetitions), flush=True)
+    means, halves = np.array([item.interval for item in found if item is not None]).T
+    print(row(name, truth, means, halves, search.simulations / options.repetitions), flush=True)
     if isinstance(evaluate, SingleServer):
         alone = repeat(one, evaluate, slo, guess, options.repetitions * options.seeds, 1, options.requests)
         values = alone.ladders["load"].values().reshape(options.repetitions, options.seeds)
-        each = np.array([t_interval(value) for value in values])
-        print(row(f"{name}, each seed alone", truth, *each.T, alone.simulations / options.repetitions), flush=True)
+        means, halves = np.array([t_interval(value) for value in values]).T
+        runs = alone.simulations / options.repetitions
+        print(row(f"{name}, each seed alone", truth, means, halves, runs), flush=True)
 
 
 def engine_case(words: Sequence[str]) -> tuple[Candidate, Simulator, SloSettings]:
@@ -158,12 +164,12 @@ def engine_truth(one: Candidate, evaluate: Simulator, slo: SloSettings, near: fl
         tasks = [Task(one, TRUTH_FIRST + seed, load, None, TRUTH_REQUESTS) for seed in range(TRUTH_SEEDS)]
         figures.append(decisive(evaluate(tasks), limits(slo)))
     allowed = [limit.allowed for limit in limits(slo)]
-    passed = np.flatnonzero((np.mean(figures, axis=1)[:, :-1] <= allowed).all(axis=1))
+    passed = np.flatnonzero((np.mean(figures, axis=1)[:, : len(allowed)] <= allowed).all(axis=1))
     return crossing(loads, np.stack(figures), limits(slo), int(passed[-1]), 0.95).interval.mean
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="How often the interval of a capacity holds the true one.")
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--requests", type=int, default=2000)

@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxsim.metrics import Interval, paired_interval
 from jaxsim.search.evaluate import Evaluate, Outcome, Task
-from jaxsim.search.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict, integer_ladder, load_ladder
+from jaxsim.search.load import Ladder, Probe, integer_ladder, load_ladder
 from jaxsim.search.pooled import Crossing, crossing, decisive, verdict
 from jaxsim.search.slo import limits
 from jaxsim.search.space import Candidate
+from jaxsim.search.state import Found, State
 from jaxsim.settings import SearchSettings, SloSettings
 
 LOWEST_RPS, HIGHEST_RPS = 0.01, 1e5
@@ -21,83 +22,6 @@ SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that
 EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
 EVENTS = 10  # jams that a missed share should rest on, at least
 LOOKS = 4  # rounds spent on the ends of an interval, at most
-NEAR_SHARE = 4  # of the distance from the capacity to an end: a gap between two values around the end may be as wide
-
-
-class Found(NamedTuple):
-    """What the search knows about one setting."""
-
-    values: np.ndarray  # [S], each seed's contribution to the capacity, which is their mean; 0 where nothing passed
-    interval: Interval  # of the capacity, at `search.confidence`
-    finished: bool  # nothing left to try
-    capped: bool  # the highest value on the ladder passed
-    reason: str  # why the next value did not pass
-    undecided: str  # why the answer is none, in spite of the longest runs; empty if it is one
-    note: str  # higher values that are undecided, or passed although one below them did not
-    lowest: float  # the lowest value on the ladder
-    count: int  # requests of a run
-    outcomes: list[Outcome]  # of the highest value that passed, one per seed
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a value: nothing was said yet about a search that an interruption cut off early."""
-        return self.finished or bool(self.outcomes)
-
-
-class _State:
-    """The search of one kind, loads or clients, over all candidates; in the shapes, `C` is their number."""
-
-    def __init__(self, rungs: np.ndarray, guesses: Sequence[float], near: bool, count: int):
-        self.ladder = Ladder(rungs, guesses, near)
-        self.counts = [count] * len(guesses)  # [C], requests of a run
-        self.figures: list[dict[int, np.ndarray]] = [{} for _ in guesses]  # [C], rung -> what decides, see `decisive`
-        self.verdicts: list[dict[int, Verdict]] = [{} for _ in guesses]  # [C], rung -> verdict
-        self.best: list[tuple[int, list[Outcome]]] = [(-1, []) for _ in guesses]  # [C], highest good rung, its runs
-        self.throughput_rps = [0.0] * len(guesses)  # [C], the largest so far
-        self.looks = [0] * len(guesses)  # [C], at the ends of the interval
-        self.wanted: list[set[int]] = [set() for _ in guesses]  # [C], rungs to try besides the ladder's
-        self.finished = [False] * len(guesses)  # [C]
-
-    def extend(self, candidate: int, guess: float) -> None:
-        """Starts over with runs twice as long, near the answer of the shorter ones."""
-        self.counts[candidate] *= 2
-        self.figures[candidate], self.verdicts[candidate] = {}, {}
-        self.best[candidate], self.looks[candidate] = (-1, []), 0
-        self.ladder.restart(candidate, guess)
-
-    def in_doubt(self, candidate: int) -> bool:
-        """Whether the lowest rung that did not pass is undecided."""
-        verdict = self.verdicts[candidate].get(int(self.ladder.high[candidate]))
-        return verdict is not None and verdict.passed is None
-
-    def failed(self, candidate: int) -> int:
-        """The lowest rung that failed for certain, above those that did not pass; the last if none has."""
-        high = self.ladder.high[candidate]
-        failed = (rung for rung, said in self.verdicts[candidate].items() if said.passed is False and rung >= high)
-        return min(failed, default=len(self.ladder.rungs) - 1)
-
-    def ends(self, candidate: int, found: Crossing) -> set[int]:
-        """Rungs to try so that an interval does not rest on values far apart: at its low end and around its reach.
-
-        Where the next rung is undecided also the one half-way to those that failed for certain.
-        """
-        rungs, tried = self.ladder.rungs, sorted(self.verdicts[candidate])
-
-        def place(load: float) -> int:
-            return int(np.clip(np.searchsorted(rungs, load), 0, len(rungs) - 1))
-
-        centre, wanted = place(found.interval.mean), set()
-        reach = place(found.reach) if math.isfinite(found.reach) else 2 * tried[-1] - centre + 1
-        for end, guess in ((place(found.low), place(found.look)), (reach, reach)):
-            below = max((rung for rung in tried if rung < end), default=-1)
-            above = min((rung for rung in tried if rung >= end), default=len(rungs))
-            if above - below > max(NEAR_STRIDE, abs(end - centre) // NEAR_SHARE):
-                wanted.add(min(max(guess, below + 1), above - 1))
-        if self.in_doubt(candidate):
-            high, failed = int(self.ladder.high[candidate]), self.failed(candidate)
-            further = high + STRIDE if failed == len(rungs) - 1 else (high + failed) // 2
-            wanted |= {further} - {high, *tried}
-        return wanted
 
 
 class CapacitySearch:
@@ -119,6 +43,7 @@ class CapacitySearch:
         slo: SloSettings,
         evaluate: Evaluate,
         guesses: Mapping[str, Sequence[float]] | None = None,  # [C] by kind, from an earlier search
+        before: Sequence[Mapping[str, Found]] | None = None,  # [C], what was found under the first seeds, by kind
         drawable: Callable[[int], bool] = lambda count: True,  # whether there are runs of so many requests
     ):
         self.candidates, self.seeds, self.count = candidates, seeds, count
@@ -128,14 +53,19 @@ class CapacitySearch:
         self.rounds = self.simulations = 0
         # Simulations of a full round; later ones probe what is still open at several values to keep the lanes busy.
         self.width = 2 * len(candidates) * len(seeds)
-        self.states: dict[str, _State] = {}
-        guesses = guesses or {}
+        self.states: dict[str, State] = {}
+        guesses = dict(guesses or {})
+        for kind in before[0] if before else ():
+            guesses[kind] = [found[kind].interval.mean for found in before or ()]
         if search.concurrency or (search.load and "load" not in guesses):
             rungs = integer_ladder(max(1, count // 2), search.step)
             start = guesses.get("clients", [candidate.max_num_seqs for candidate in candidates])
-            self.states["clients"] = _State(rungs, start, "clients" in guesses, count)
+            self.states["clients"] = State(rungs, start, "clients" in guesses, count)
         if search.load and "load" in guesses:
             self._start_loads(guesses["load"], near=True)
+        for kind, state in self.states.items():
+            if before and kind in before[0]:
+                state.resume([found[kind] for found in before])
 
     @property
     def ladders(self) -> dict[str, Ladder]:
@@ -156,12 +86,14 @@ class CapacitySearch:
         """One round. Without guesses the first has closed loops only: their throughput is the guess for the load."""
         still_open = sum(int(ladder.open.sum()) for ladder in self.ladders.values())
         each = max(1, self.width // max(1, still_open * len(self.seeds)))
-        asked = [(kind, probe) for kind, state in self.states.items() for probe in self._probes(state, each)]
-        tasks = [self._task(kind, probe, seed) for kind, probe in asked for seed in self.seeds]
+        asked = [(state, probe) for state in self.states.values() for probe in state.probes(each)]
+        seeds = [self.seeds[state.known_seeds(probe) :] for state, probe in asked]
+        tasks = [self._task(*one, seed) for one, some in zip(asked, seeds, strict=True) for seed in some]
         outcomes = self.evaluate(tasks, (lambda *_: on_done()) if on_done else None)
-        runs = [outcomes[start : start + len(self.seeds)] for start in range(0, len(outcomes), len(self.seeds))]
-        for kind, state in self.states.items():
-            self._tell(state, [(probe, run) for (one, probe), run in zip(asked, runs, strict=True) if one == kind])
+        ends = np.cumsum([len(some) for some in seeds])
+        runs = [outcomes[end - len(some) : end] for end, some in zip(ends, seeds, strict=True)]
+        for state in self.states.values():
+            self._tell(state, [(probe, run) for (one, probe), run in zip(asked, runs, strict=True) if one is state])
         if self.search.load and "load" not in self.states:
             self._start_loads([SLO_SHARE * rate for rate in self.states["clients"].throughput_rps])
         if not self.search.concurrency:
@@ -169,34 +101,29 @@ class CapacitySearch:
         self.rounds += 1
         self.simulations += len(outcomes)
 
-    def _probes(self, state: _State, each: int) -> list[Probe]:
-        probes = state.ladder.ask(each)
-        for candidate, wanted in enumerate(state.wanted):
-            probes += [Probe(candidate, rung) for rung in sorted(wanted)]
-        return probes
-
-    def _task(self, kind: str, probe: Probe, seed: int) -> Task:
-        state, value = self.states[kind], float(self.states[kind].ladder.rungs[probe.rung])
-        load_rps, clients = (value, None) if kind == "load" else (None, int(value))
+    def _task(self, state: State, probe: Probe, seed: int) -> Task:
+        value = float(state.ladder.rungs[probe.rung])
+        load_rps, clients = (None, int(value)) if state is self.states.get("clients") else (value, None)
         return Task(self.candidates[probe.search], seed, load_rps, clients, state.counts[probe.search])
 
-    def _tell(self, state: _State, told: Sequence[tuple[Probe, list[Outcome]]]) -> None:
-        verdicts = [verdict(runs, self.limits) for _, runs in told]
-        for ((candidate, rung), runs), said in zip(told, verdicts, strict=True):
-            state.figures[candidate][rung] = decisive(runs, self.limits)
-            state.verdicts[candidate][rung] = said
+    def _tell(self, state: State, told: Sequence[tuple[Probe, list[Outcome]]]) -> None:
+        together: dict[Probe, list[Outcome] | None] = {}
+        for probe, runs in told:
+            candidate, rung = probe
+            together[probe] = state.joined(candidate, rung, runs, decisive(runs, self.limits))
+            state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
             state.wanted[candidate].discard(rung)
             rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
             state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
-        state.ladder.tell([probe for probe, _ in told], verdicts)
-        for (candidate, rung), runs in told:
-            if rung == state.ladder.low[candidate]:
+        state.ladder.tell([*together], [state.verdicts[candidate][rung] for candidate, rung in together])
+        for (candidate, rung), runs in together.items():
+            if rung == state.ladder.low[candidate] and runs is not None:
                 state.best[candidate] = rung, runs
         for candidate in range(len(self.candidates)):
             if not state.finished[candidate] and not state.ladder.open[candidate]:
                 self._close(state, candidate)
 
-    def _close(self, state: _State, candidate: int) -> None:
+    def _close(self, state: State, candidate: int) -> None:
         """Looks further, extends, or ends the search of a candidate whose capacity lies between two neighbours."""
         low = int(state.ladder.low[candidate])
         if state.best[candidate][0] != low >= 0:  # what had passed above it was overtaken by a failure below
@@ -220,7 +147,7 @@ class CapacitySearch:
         else:
             state.finished[candidate] = True
 
-    def _crossing(self, state: _State, candidate: int) -> Crossing | None:
+    def _crossing(self, state: State, candidate: int) -> Crossing | None:
         rungs, low = sorted(state.figures[candidate]), int(state.ladder.low[candidate])
         if low < 0:
             return None
@@ -245,7 +172,7 @@ class CapacitySearch:
     def _start_loads(self, guesses: Sequence[float], near: bool = False) -> None:
         lowest = max(LOWEST_RPS, self.most / LONGEST_RUN_S)
         rungs = load_ladder(lowest, HIGHEST_RPS, self.search.step)
-        self.states["load"] = _State(rungs, guesses, near, self.count)
+        self.states["load"] = State(rungs, guesses, near, self.count)
 
     def found(self, kind: str, candidate: int) -> Found | None:
         """The state of the search "load" or "clients" of one candidate; None if it is not searched."""
@@ -272,6 +199,8 @@ class CapacitySearch:
             lowest=float(ladder.rungs[0]),
             count=state.counts[candidate],
             outcomes=state.best[candidate][1],
+            tried=state.figures[candidate],
+            best=int(ladder.low[candidate]),
         )
 
 

@@ -21,6 +21,7 @@ from jaxsim.search.slo import Limit, left_behind
 
 FEW_SEEDS = 3  # below, the spread over seeds says nothing and every run speaks for itself
 TREND_LEVEL = 0.95  # one-sided
+STATE = ("failed", "stable", "growing", "growth_share")
 
 
 class Curve(NamedTuple):
@@ -42,35 +43,32 @@ class Crossing(NamedTuple):
     events: float  # about how many independent ones the missed share rests on: (mean / standard error) squared
 
 
-def verdict(outcomes: Sequence[Outcome], limits: Sequence[Limit]) -> Verdict:
-    """Whether runs under several seeds together finished, met every limit and were stable.
+def decisive(outcomes: Sequence[Outcome], limits: Sequence[Limit]) -> np.ndarray:
+    """The figures that decide, of runs under S seeds: [S, L + 4], what the limits need first, then `STATE`."""
+    keys = [*(limit.decides for limit in limits), *STATE]
+    return np.array([[figures[key] for key in keys] for _, figures in outcomes], dtype=np.float64)
+
+
+def verdict(figures: np.ndarray, limits: Sequence[Limit]) -> Verdict:
+    """Whether runs under several seeds, `figures` of `decisive`, together finished, met every limit and were stable.
 
     Unstable where the waiting queue grows in more than half of them. Undecided where the requests in the server grow on
     the average over seeds, by more than chance: at a load a little too high, short runs end before it shows elsewhere.
     """
-    for verdict, figures in outcomes:
-        if figures["failed"]:
-            return Verdict(False, verdict.reason or f"{figures['failed']} requests never finished")
-    for limit in limits:
-        value = float(np.mean([figures[limit.decides] for _, figures in outcomes]))
+    seeds, (failed, stable, growing, shares) = len(figures), figures[:, len(limits) :].T
+    if failed.any():
+        return Verdict(False, f"{failed.sum():.0f} requests never finished")
+    for limit, value in zip(limits, figures.mean(axis=0), strict=False):
         if value > limit.allowed:
-            return Verdict(False, limit.missed_by_all(value))
-    growing = sum(not figures["stable"] for _, figures in outcomes)
-    if 2 * growing > len(outcomes):
-        return Verdict(False, f"the waiting queue grows in {growing} of {len(outcomes)} runs")
-    if len(outcomes) < FEW_SEEDS:
-        return next((verdict for verdict, _ in outcomes if verdict.passed is None), Verdict(True, ""))
-    shares = np.array([figures["growth_share"] for _, figures in outcomes])
-    error = float(shares.std(ddof=1)) / math.sqrt(len(shares))
-    if shares.mean() >= TREND_SHARE and shares.mean() > float(t.ppf(TREND_LEVEL, len(shares) - 1)) * error:
-        return Verdict(None, left_behind(float(shares.mean())))
-    return Verdict(True, "")
-
-
-def decisive(outcomes: Sequence[Outcome], limits: Sequence[Limit]) -> np.ndarray:
-    """The figures that decide, all that `crossing` needs of runs under S seeds: [S, L + 1], the growth last."""
-    keys = [*(limit.decides for limit in limits), "growth_share"]
-    return np.array([[figures[key] for key in keys] for _, figures in outcomes], dtype=np.float64)
+            return Verdict(False, limit.missed_by_all(float(value)))
+    if 2 * stable.sum() < seeds:
+        return Verdict(False, f"the waiting queue grows in {seeds - stable.sum():.0f} of {seeds} runs")
+    if seeds < FEW_SEEDS:
+        doubt = bool(growing.any())
+    else:
+        error = float(shares.std(ddof=1)) / math.sqrt(seeds)
+        doubt = shares.mean() >= TREND_SHARE and shares.mean() > float(t.ppf(TREND_LEVEL, seeds - 1)) * error
+    return Verdict(None, left_behind(float(shares.mean()))) if doubt else Verdict(True, "")
 
 
 def crossing(
@@ -81,7 +79,7 @@ def crossing(
     confidence: float,
     whole: bool = False,
 ) -> Crossing:
-    """The capacity from `figures` [R, S, L + 1] at `loads` [R] (see `decisive`), the highest good load at `passed`.
+    """The capacity from `figures` [R, S, L + 4] at `loads` [R] (see `decisive`), the highest good load at `passed`.
 
     `whole` is for numbers of clients: then nothing between two values counts.
     The contributions are jackknife pseudo-values: what leaving one seed out changes. The half width is the larger of

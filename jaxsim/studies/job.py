@@ -60,6 +60,12 @@ class Job:
         return self.groups["search"]
 
     @property
+    def baseline(self) -> dict[str, Any] | None:
+        """Flags of the baseline that are given; None if there are none."""
+        given = {key: value for key, value in vars(self.groups["baseline"]).items() if value is not None}
+        return given or None
+
+    @property
     def slo(self) -> SloSettings:
         return self.groups["slo"]
 
