@@ -16,6 +16,7 @@ SMALL = [
     "search.max_num_batched_tokens=[2048]",
     "search.seeds=2",
     "search.num_requests=100",
+    "search.max_num_requests=100",
     "runtime.lanes=4",
     "runtime.compilation_cache=null",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 from jaxsim.metrics import Interval, paired_interval
 from jaxsim.search.evaluate import Evaluate, Outcome, Task
 from jaxsim.search.load import Ladder, Probe, integer_ladder, load_ladder
-from jaxsim.search.pooled import Crossing, crossing, decisive, verdict
+from jaxsim.search.pooled import FEW_SEEDS, Crossing, crossing, decisive, verdict
 from jaxsim.search.slo import limits
 from jaxsim.search.space import Candidate
 from jaxsim.search.state import Found, State
@@ -110,7 +110,7 @@ class CapacitySearch:
         together: dict[Probe, list[Outcome] | None] = {}
         for probe, runs in told:
             candidate, rung = probe
-            together[probe] = state.joined(candidate, rung, runs, decisive(runs, self.limits))
+            together[probe] = state.joined(probe, runs, decisive(runs, self.limits))
             state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
             state.wanted[candidate].discard(rung)
             rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
@@ -137,7 +137,7 @@ class CapacitySearch:
         if (state.in_doubt(candidate) or seldom) and can_extend:
             state.extend(candidate, guess)
             return
-        if found is not None and state.looks[candidate] < LOOKS and len(self.seeds) > 1:
+        if found is not None and state.looks[candidate] < LOOKS and len(self.seeds) >= FEW_SEEDS:
             state.looks[candidate] += 1
             state.wanted[candidate] = state.ends(candidate, found)
             if state.wanted[candidate]:
@@ -148,6 +148,11 @@ class CapacitySearch:
             state.finished[candidate] = True
 
     def _crossing(self, state: State, candidate: int) -> Crossing | None:
+        if candidate not in state.crossings:
+            state.crossings[candidate] = self._cross(state, candidate)
+        return state.crossings[candidate]
+
+    def _cross(self, state: State, candidate: int) -> Crossing | None:
         rungs, low = sorted(state.figures[candidate]), int(state.ladder.low[candidate])
         if low < 0:
             return None

@@ -19,7 +19,7 @@ from jaxsim.search.evaluate import Outcome
 from jaxsim.search.load import Verdict
 from jaxsim.search.slo import Limit, left_behind
 
-FEW_SEEDS = 3  # below, the spread over seeds says nothing and every run speaks for itself
+FEW_SEEDS = 5  # below, the spread over seeds says too little and every run speaks for itself
 TREND_LEVEL = 0.95  # one-sided
 STATE = ("failed", "stable", "growing", "growth_share")
 
@@ -40,7 +40,7 @@ class Crossing(NamedTuple):
     low: float  # where an upper confidence limit of a mean crosses already; 0 if at the lowest load
     look: float  # where that should be, by the loads above it
     reach: float  # the highest load that a seed's contribution rests on
-    events: float  # about how many independent ones the missed share rests on: (mean / standard error) squared
+    events: float  # about how many independent ones, jams say, the share that fails the next load rests on
 
 
 def decisive(outcomes: Sequence[Outcome], limits: Sequence[Limit]) -> np.ndarray:
@@ -87,53 +87,57 @@ def crossing(
     missed shares of few runs are skewed (a seed with a long jam outweighs the others), and where no seed had one
     the first alone is too narrow.
     """
-    seeds = figures.shape[1]
+    seeds, last = figures.shape[1], len(loads) - 1
     curves = [Curve(figures[:, :, index], limit.allowed, True) for index, limit in enumerate(limits)]
-    at = _first(loads, [(one.values.mean(axis=1), one.allowed) for one in curves])
-    following = float(loads[passed + 1]) if passed + 1 < len(loads) else math.inf
-    if at > following or math.isinf(at):
+    binding = [one for one in curves if passed < last and one.values[passed + 1].mean() > one.allowed]
+    if binding:
+        at = float(_first(loads, [(one.values.mean(axis=1, keepdims=True), one.allowed) for one in curves])[0])
+    else:
         # No limit of the SLO failed the next load: the server could not keep up with it.
         growth = figures[:, :, -1]
         curves.append(Curve(growth, max(TREND_SHARE, float(growth[passed].mean())), False))
         at = float(loads[passed])
-    at = float(loads[passed]) if whole else float(np.clip(at, loads[passed], following))
-    if seeds == 1:
-        return Crossing(np.array([at]), Interval(at, math.nan), at, at, at, math.inf)
-    rest = [np.delete(np.arange(seeds), seed) for seed in range(seeds)]
-    left_out = np.array([_first(loads, [(c.values[:, kept].mean(axis=1), c.allowed) for c in curves]) for kept in rest])
+    at = float(loads[passed]) if whole else float(np.clip(at, loads[passed], loads[min(passed + 1, last)]))
+    if seeds == 1 or not last:
+        return Crossing(np.full(seeds, at), Interval(at, math.nan), at, at, at, math.inf)
+    rest = [((one.values.sum(axis=1, keepdims=True) - one.values) / (seeds - 1), one.allowed) for one in curves]
+    left_out = _first(loads, rest)
     reach = float(left_out.max())
     left_out = np.minimum(left_out, loads[-1])
     values = at + (seeds - 1) * (left_out.mean() - left_out)
     quantile = float(t.ppf((1 + confidence) / 2, seeds - 1))
     upper = [(_upper(curve, quantile), curve.allowed) for curve in curves]
-    low, look = min(at, _first(loads, upper)), min(at, _before(loads, upper))
-    missed = [c.values[passed + 1] for c in curves if c.positive and passed + 1 < len(loads)]
-    events = [(one.mean() / max(one.std(ddof=1), 1e-12)) ** 2 * seeds for one in missed if one.mean() > 0]
+    low = min(at, float(_first(loads, [(mean[:, None], allowed) for mean, allowed in upper])[0]))
     half = max(quantile * float(values.std(ddof=1)) / math.sqrt(seeds), at - low)
+    events = [_events(one.values[passed + 1]) for one in binding if one.allowed > 0]
+    look = min(at, _before(loads, upper))
     return Crossing(values, Interval(at, half), low, look, reach, min(events, default=math.inf))
 
 
-def _first(loads: np.ndarray, means: Sequence[tuple[np.ndarray, float]]) -> float:
-    """The lowest load at which one of the means [R] crosses what is allowed; infinite where none does.
+def _events(shares: np.ndarray) -> float:
+    """About how many independent events shares [S] rest on: of so many a Poisson count would scatter as much."""
+    if len(shares) < FEW_SEEDS or not shares.std() > 0:
+        return math.inf
+    return float(len(shares) * shares.mean() ** 2 / shares.var(ddof=1))
+
+
+def _first(loads: np.ndarray, means: Sequence[tuple[np.ndarray, float]]) -> np.ndarray:
+    """The lowest load at which one of the means [R, K] crosses what is allowed, [K]; infinite where none does.
 
     Between two loads a mean is taken to grow exponentially, as the tail of a wait does; linearly from 0 or below. The
     answer is 0 if the lowest load is too high already.
     """
-    least = math.inf
+    crossings = []
     for mean, allowed in means:
-        above = np.flatnonzero(mean > allowed)
-        if len(above) == 0:
-            continue
-        index = int(above[0])
-        if index == 0:
-            return 0.0
-        before, after = float(mean[index - 1]), float(mean[index])
-        if before > 0 and allowed > 0:
-            share = math.log(allowed / before) / math.log(after / before)
-        else:
-            share = (allowed - before) / (after - before)
-        least = min(least, float(loads[index - 1] + share * (loads[index] - loads[index - 1])))
-    return least
+        above, columns = mean > allowed, np.arange(mean.shape[1])
+        index = np.maximum(above.argmax(axis=0), 1)
+        before, after = mean[index - 1, columns], mean[index, columns]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            exponential = np.log(allowed / before) / np.log(after / before) if allowed > 0 else np.nan
+            share = np.where((before > 0) & (allowed > 0), exponential, (allowed - before) / (after - before))
+        found = loads[index - 1] + share * (loads[index] - loads[index - 1])
+        crossings.append(np.where(above[0], 0.0, np.where(above.any(axis=0), found, np.inf)))
+    return np.min(crossings, axis=0, initial=np.inf)
 
 
 def _before(loads: np.ndarray, means: Sequence[tuple[np.ndarray, float]]) -> float:

@@ -11,7 +11,7 @@ from jaxsim.search.evaluate import Outcome
 from jaxsim.search.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict
 from jaxsim.search.pooled import Crossing
 
-NEAR_RUNGS = 24  # away from the capacity: further seeds are tried where earlier ones were
+NEAREST = 5  # rungs around the capacity of the first seeds on which further ones are tried
 NEAR_SHARE = 4  # of the distance from the capacity to an end: a gap between two values around the end may be as wide
 
 
@@ -50,6 +50,7 @@ class State:
         self.looks = [0] * len(guesses)  # [C], at the ends of the interval
         self.wanted: list[set[int]] = [set() for _ in guesses]  # [C], rungs to try besides the ladder's
         self.finished = [False] * len(guesses)  # [C]
+        self.crossings: dict[int, Crossing | None] = {}  # of candidates whose figures are the same since
         self.before: list[Found | None] = [None] * len(guesses)  # [C], of the first seeds
 
     def resume(self, before: Sequence[Found]) -> None:
@@ -58,12 +59,14 @@ class State:
         self.counts = [found.count for found in before]
         for candidate, found in enumerate(before):
             centre = found.best if found.best >= 0 else int(self.ladder.guess[candidate])
-            self.wanted[candidate] = {rung for rung in found.tried if abs(rung - centre) <= NEAR_RUNGS}
+            self.wanted[candidate] = set(sorted(found.tried, key=lambda rung: abs(rung - centre))[:NEAREST])
 
-    def joined(self, candidate: int, rung: int, runs: list[Outcome], figures: np.ndarray) -> list[Outcome] | None:
+    def joined(self, probe: Probe, runs: list[Outcome], figures: np.ndarray) -> list[Outcome] | None:
         """Enters runs, after those of the first seeds if they are of the others; the runs of all seeds if at hand."""
-        before = self.before[candidate]
-        if before is None or len(figures) == len(before.values) or rung not in before.tried:
+        candidate, rung = probe
+        self.crossings.pop(candidate, None)
+        before = self.before[candidate] if self.known_seeds(probe) else None
+        if before is None:
             self.figures[candidate][rung] = figures
             return runs
         self.figures[candidate][rung] = np.concatenate([before.tried[rung], figures])
@@ -85,6 +88,7 @@ class State:
         """Starts over with runs twice as long, near the answer of the shorter ones."""
         self.counts[candidate] *= 2
         self.figures[candidate], self.verdicts[candidate], self.before[candidate] = {}, {}, None
+        self.crossings.pop(candidate, None)
         self.best[candidate], self.looks[candidate] = (-1, []), 0
         self.ladder.restart(candidate, guess)
 
