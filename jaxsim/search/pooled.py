@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import t
 
-from jaxsim.metrics import TREND_SHARE, Interval
+from jaxsim.metrics import GROWTH_SHARE, TREND_SHARE, Interval
 from jaxsim.search.evaluate import Outcome
 from jaxsim.search.load import Verdict
 from jaxsim.search.slo import Limit, left_behind
@@ -53,7 +53,8 @@ def verdict(figures: np.ndarray, limits: Sequence[Limit]) -> Verdict:
     """Whether runs under several seeds, `figures` of `decisive`, together finished, met every limit and were stable.
 
     Unstable where the waiting queue grows in more than half of them. Undecided where the requests in the server grow on
-    the average over seeds, by more than chance: at a load a little too high, short runs end before it shows elsewhere.
+    the average over seeds by more than chance, or where it cannot be excluded that they grow by `GROWTH_SHARE`: at a
+    load a little too high, short runs end before it shows elsewhere.
     """
     seeds, (failed, stable, growing, shares) = len(figures), figures[:, len(limits) :].T
     if failed.any():
@@ -66,8 +67,8 @@ def verdict(figures: np.ndarray, limits: Sequence[Limit]) -> Verdict:
     if seeds < FEW_SEEDS:
         doubt = bool(growing.any())
     else:
-        error = float(shares.std(ddof=1)) / math.sqrt(seeds)
-        doubt = shares.mean() >= TREND_SHARE and shares.mean() > float(t.ppf(TREND_LEVEL, seeds - 1)) * error
+        margin = float(t.ppf(TREND_LEVEL, seeds - 1)) * float(shares.std(ddof=1)) / math.sqrt(seeds)
+        doubt = shares.mean() >= max(TREND_SHARE, margin) or shares.mean() + margin >= GROWTH_SHARE
     return Verdict(None, left_behind(float(shares.mean()))) if doubt else Verdict(True, "")
 
 

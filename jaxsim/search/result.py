@@ -82,7 +82,7 @@ def _row(exploration: Exploration, candidate: Candidate) -> dict[str, Any]:
         return row | {"status": "unfinished", "reason": "not simulated: interrupted, or the budget was spent"}
     row |= {
         "seeds": len(known.seeds),
-        "num_requests": known.found[exploration.main].count if known.found else known.count,
+        "num_requests": max([known.count, *(found.count for found in known.found.values())]),
     }
     for kind, name in COLUMNS.items():
         found = known.found.get(kind)

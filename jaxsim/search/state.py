@@ -122,6 +122,7 @@ class State:
                 wanted.add(min(max(guess, below + 1), above - 1))
         if self.in_doubt(candidate):
             high, failed = int(self.ladder.high[candidate]), self.failed(candidate)
-            further = high + STRIDE if failed == len(rungs) - 1 else (high + failed) // 2
+            beyond = min(tried[-1] + STRIDE * 2 ** self.looks[candidate], len(rungs) - 1)
+            further = beyond if failed == len(rungs) - 1 else (high + failed) // 2
             wanted |= {further} - {high, *tried}
         return wanted
