@@ -21,7 +21,7 @@ TIE_SEEDS = 3  # at least, for an interval to make a tie
 SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that meets an SLO
 EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
 EVENTS = 10  # jams that a missed share should rest on, at least
-LOOKS = 4  # rounds spent on the ends of an interval, at most
+LOOKS = 2  # rounds spent on the ends of an interval, at most
 
 
 class CapacitySearch:

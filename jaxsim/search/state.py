@@ -12,7 +12,7 @@ from jaxsim.search.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict
 from jaxsim.search.pooled import Crossing
 
 NEAREST = 5  # rungs around the capacity of the first seeds on which further ones are tried
-NEAR_SHARE = 4  # of the distance from the capacity to an end: a gap between two values around the end may be as wide
+NEAR_SHARE = 3  # of the distance from the capacity to an end: a gap between two values around the end may be as wide
 
 
 class Found(NamedTuple):
@@ -115,11 +115,12 @@ class State:
 
         centre, wanted = place(found.interval.mean), set()
         reach = place(found.reach) if math.isfinite(found.reach) else 2 * tried[-1] - centre + 1
-        for end, guess in ((place(found.low), place(found.look)), (reach, reach)):
-            below = max((rung for rung in tried if rung < end), default=-1)
-            above = min((rung for rung in tried if rung >= end), default=len(rungs))
-            if above - below > max(NEAR_STRIDE, abs(end - centre) // NEAR_SHARE):
-                wanted.add(min(max(guess, below + 1), above - 1))
+        below = centre - 3 * (centre - place(found.look)) // 2  # far enough for it to lie between two that were tried
+        for end, guess in ((place(found.low), below), (reach, reach)):
+            lower = max((rung for rung in tried if rung < end), default=-1)
+            upper = min((rung for rung in tried if rung >= end), default=len(rungs))
+            if upper - lower > max(NEAR_STRIDE, abs(end - centre) // NEAR_SHARE):
+                wanted.add(min(max(guess, lower + 1), upper - 1))
         if self.in_doubt(candidate):
             high, failed = int(self.ladder.high[candidate]), self.failed(candidate)
             beyond = min(tried[-1] + STRIDE * 2 ** self.looks[candidate], len(rungs) - 1)
