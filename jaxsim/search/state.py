@@ -11,7 +11,7 @@ from jaxsim.search.evaluate import Outcome
 from jaxsim.search.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict
 from jaxsim.search.pooled import Crossing
 
-NEAREST = 5  # rungs around the capacity of the first seeds on which further ones are tried
+NEAREST = 8  # rungs around the capacity of the first seeds on which further ones are tried
 NEAR_SHARE = 3  # of the distance from the capacity to an end: a gap between two values around the end may be as wide
 
 
