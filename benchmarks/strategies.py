@@ -38,7 +38,8 @@ def truth(path: Path, seeds: int, requests: int) -> tuple[np.ndarray, np.ndarray
     space = Space.of(Server.of(composed, read(EngineSettings, "engine", composed["engine"])), search)
     sampled = replicates(workload_from_config(composed["workload"]), search, space.server.max_model_len, "error")
     spent: dict[tuple, int] = {}
-    simulator = Simulator(sampled, SloSettings(ttft_ms=300.0, tpot_ms=25.0), search, 64)
+    slo = SloSettings(ttft_ms=300.0, tpot_ms=25.0)
+    simulator = Simulator(sampled, slo, search, 64)
 
     def counted(tasks, on_done=None):
         for task in tasks:
@@ -46,7 +47,7 @@ def truth(path: Path, seeds: int, requests: int) -> tuple[np.ndarray, np.ndarray
             spent[key] = spent.get(key, 0) + 1
         return simulator(tasks, on_done)
 
-    capacity = CapacitySearch(space.grid(), range(seeds), sampled.count, search, counted)
+    capacity = CapacitySearch(space.grid(), range(seeds), sampled.count, search, slo, counted)
     while not capacity.done:
         capacity.round()
         print(f"truth: round {capacity.rounds}, {capacity.simulations} simulations", flush=True)

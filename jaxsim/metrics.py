@@ -19,6 +19,10 @@ PS_PER_MS = 10**9
 PS_PER_S = 10**12
 GROWTH_SHARE = 0.03  # of the arrivals left waiting, see `is_growing`
 GROWTH_REQUESTS = 10
+BATCHES = 10  # of arrivals, see `growth`
+LAST = 15  # the last arrivals are one in so many of the later three quarters: a twentieth of all
+TREND_SHARE = 0.005  # of the arrivals; see `growth`
+TREND_T = 2.896  # 99 % quantile of Student's t with BATCHES - 2 degrees of freedom
 
 
 class Latencies(NamedTuple):
@@ -45,6 +49,13 @@ class HitRates(NamedTuple):
     cold: float  # of all prompt tokens of the run, which begins with an empty cache
     warm: float  # of the prompt tokens after warm-up
     per_request: np.ndarray  # [K] of each admitted request after warm-up, in arrival order, float64
+
+
+class Growth(NamedTuple):
+    """By how much more requests came than finished, see `growth`."""
+
+    share: float  # of the arrivals
+    clear: bool  # whether this one run tells it from chance
 
 
 class Interval(NamedTuple):
@@ -130,7 +141,7 @@ def summarise(
         "prefix_cache_hit_rate": rates.cold,
         "prefix_cache_hit_rate_warm": rates.warm,
         "mean_request_hit_rate": _mean(rates.per_request),
-        "median_request_hit_rate": _percentile(rates.per_request, 50),
+        "median_request_hit_rate": _percentiles(rates.per_request, (50,))[0],
     }
     series = {
         "ttft": times.ttft,
@@ -139,7 +150,7 @@ def summarise(
         "queue_wait": times.queue_wait,
     }
     for name, values in series.items():
-        points = [_percentile(values, q) for q in (50, *percentiles)]
+        points = _percentiles(values, (50, *percentiles))
         result |= _figures(name, percentiles, _mean(values), _std(values), points)
     result |= _figures("itl", percentiles, *_itl(simulation, percentiles))
     return result
@@ -178,6 +189,15 @@ def histogram_percentile(counts: np.ndarray, edges: np.ndarray, q: float) -> flo
     return float(low + (high - low) * (target - below[bin_]) / counts[bin_])
 
 
+def itl_share_above(simulation: Any, limit_ms: float) -> float:
+    """Share of the gaps between tokens above a limit, in a run as a whole, linear inside the histogram's bins."""
+    counts = np.asarray(simulation.totals.itl_histogram)
+    edges = np.asarray(engine.itl_edges_s(), dtype=np.float64) * 1000
+    total = int(counts.sum())
+    below = np.interp(limit_ms, edges[:-1], np.concatenate([[0], np.cumsum(counts)[:-1]]))
+    return float(1 - below / total) if total else 0.0
+
+
 def t_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
     """Student t interval of the mean over seeds; the half width of fewer than two values is NaN."""
     from scipy.stats import t
@@ -210,27 +230,65 @@ def is_growing(simulation: Any) -> bool:
        at the end of the run had been empty just before.
     A closed loop never grows: its clients wait. Nor does a batch that arrives all at once.
     """
-    if getattr(simulation, "closed_loop", False):
+    found = _in_front(simulation, simulation.first_scheduled_ps)
+    if found is None:
         return False
-    taken_in = ~np.broadcast_to(getattr(simulation, "rejected", False), np.shape(simulation.arrival_ps))
-    order = np.argsort(np.asarray(simulation.arrival_ps), kind="stable")
-    order = order[taken_in[order]]
-    if len(order) < 2:
-        return False
-    arrival = np.asarray(simulation.arrival_ps)[order]
-    scheduled = np.asarray(simulation.first_scheduled_ps)[order]
-    taken = np.sort(scheduled[scheduled >= 0])
-    queue = np.arange(len(order)) - np.searchsorted(taken, arrival, side="right")
-    # A request taken up in the instant it arrives is in `taken` already at its own arrival.
-    queue = np.maximum(queue, 0)[len(order) // 4 :]
-    time_s = (arrival[len(order) // 4 :] - arrival[0]) / PS_PER_S
-    if len(queue) < 2 or time_s[-1] == time_s[0]:
-        return False
-    window_s = time_s[-1] - time_s[0]
-    centred = time_s - time_s.mean()
-    growth = float(centred @ (queue - queue.mean()) / (centred @ centred)) * window_s
+    time_s, queue = found
+    growth = _slope(time_s, queue) * (time_s[-1] - time_s[0])
     low_water = queue[-max(len(queue) // 3, 1) :].min()
     return growth >= max(GROWTH_SHARE * len(queue), GROWTH_REQUESTS) and low_water >= growth / 2
+
+
+def growth(simulation: Any) -> Growth:
+    """The trend of the number of requests in the server, waiting or running, as the arrivals see it.
+
+    The first quarter of the arrivals is left out, as in `is_growing`. The share is how much higher the last twentieth
+    of all arrivals found the number than those before them, over half the arrivals: that is what a steady growth by
+    that share of the arrivals leads to (the last part against the first: Geweke 1992). It is clear from 0.5 % on if the
+    slope of a line through the means of 10 equal batches is above 0 at 99 %, one-sided: batches wash out most of the
+    correlation of neighbours (batch means: Law, Simulation Modeling and Analysis, 9.5.3). Near saturation a stable
+    server needs thousands of requests to fill: it grows, too.
+    """
+    found = _in_front(simulation, simulation.finish_ps)
+    if found is None or len(found[0]) < 2 * BATCHES:
+        return Growth(0.0, False)
+    present = found[1]
+    end = len(present) // LAST
+    share = float(present[-end:].mean() - present[:-end].mean()) / (len(present) / 2)
+    size = len(present) // BATCHES
+    time, level = (series[-size * BATCHES :].reshape(BATCHES, size).mean(axis=1) for series in found)
+    slope = _slope(time, level)
+    rest = level - level.mean() - slope * (time - time.mean())
+    spread = float(np.square(time - time.mean()).sum())
+    error = math.sqrt(float(rest @ rest) / (BATCHES - 2) / spread) if spread > 0 else math.inf
+    return Growth(share, share >= TREND_SHARE and slope > TREND_T * error)
+
+
+def _in_front(simulation: Any, left_ps: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    """Times (seconds) of the later three quarters of the arrivals, and how many earlier requests had not left by then.
+
+    None in a closed loop, whose clients wait, and for a batch that arrives all at once.
+    """
+    if getattr(simulation, "closed_loop", False):
+        return None
+    order = np.argsort(np.asarray(simulation.arrival_ps), kind="stable")
+    joined = ~np.broadcast_to(getattr(simulation, "rejected", False), order.shape)  # who is rejected waits for nothing
+    order = order[joined[order]]
+    if len(order) < 2:
+        return None
+    arrival, left = np.asarray(simulation.arrival_ps)[order], np.asarray(left_ps)
+    gone = np.searchsorted(np.sort(left[left >= 0]), arrival, side="right")
+    # A request taken up in the instant it arrives has left already at its own arrival.
+    present = np.maximum(np.arange(len(order)) - gone, 0)[len(order) // 4 :]
+    time_s = (arrival[len(order) // 4 :] - arrival[0]) / PS_PER_S
+    return (time_s, present) if len(time_s) > 1 and time_s[-1] > time_s[0] else None
+
+
+def _slope(time: np.ndarray, values: np.ndarray) -> float:
+    """Of the fitted line."""
+    centred = time - time.mean()
+    square = float(centred @ centred)
+    return float(centred @ (values - values.mean())) / square if square > 0 else 0.0
 
 
 def _itl(simulation: Any, percentiles: Sequence[float]) -> tuple[float, float, list[float]]:
@@ -272,5 +330,5 @@ def _std(values: np.ndarray) -> float:
     return float(values.std()) if len(values) else math.nan
 
 
-def _percentile(values: np.ndarray, q: float) -> float:
-    return float(np.percentile(values, q)) if len(values) else math.nan
+def _percentiles(values: np.ndarray, percentiles: Sequence[float]) -> list[float]:
+    return np.percentile(values, percentiles).tolist() if len(values) else [math.nan] * len(percentiles)

@@ -24,7 +24,7 @@ MOST_TOKENS = 2**22 - 1  # scheduled in one iteration: the cost table has an ent
 class Rule:
     """What one key may hold."""
 
-    kind: Literal["integer", "number", "flag", "text", "choice"]
+    kind: Literal["integer", "number", "flag", "text", "choice", "numbers"]  # numbers: a mapping of names to numbers
     low: float = -math.inf
     high: float = math.inf
     above: bool = False  # the low end itself is not allowed
@@ -42,6 +42,8 @@ class Rule:
                 words += f" {'up ' if self.low > -math.inf else ''}to {self.high:.10g}"
         elif self.kind == "flag":
             words = "true or false"
+        elif self.kind == "numbers":
+            words = f"a mapping to numbers from {self.low:g}, as in {{p95_ttft_ms:100}}"
         else:
             words = f"one of {', '.join(self.choices)}" if self.choices else "a text"
         if self.many != "no":
@@ -55,6 +57,11 @@ class Rule:
         """The value, converted; a tuple where the rule asks for many. Raises `ConfigError`."""
         if value is None and self.optional:
             return None
+        if self.kind == "numbers":
+            if not isinstance(value, Mapping):
+                raise ConfigError(key, show(value), self.allowed())
+            each = dataclasses.replace(self, kind="number")
+            return {str(name): each.read(f"{key}.{name}", item) for name, item in value.items()}
         if self.many == "range" and isinstance(value, str):
             try:
                 value = ranges.values(value, self.kind == "integer")
@@ -141,12 +148,17 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SloSettings:
-    """Limits on latency, each at one percentile of the requests."""
+    """Limits on latency, each at one percentile of the requests, and on any other figure (`jaxsim.search.slo`)."""
 
     ttft_ms: float | None = number(200.0, above=True, optional=True)
     tpot_ms: float | None = number(None, above=True, optional=True)
+    itl_ms: float | None = number(None, above=True, optional=True)
     e2el_ms: float | None = number(None, above=True, optional=True)
+    queue_wait_ms: float | None = number(None, above=True, optional=True)
     percentile: float = number(99.0, above=True, high=100)
+    limits: Mapping[str, float] | None = _setting(Rule("numbers", low=0, high=HIGHEST, optional=True), None)
+    goodput: str | None = text(None, optional=True)
+    goodput_share: float = number(0.99, above=True, high=1)
     target_rps: float | None = number(100.0, above=True, optional=True)
 
 
@@ -193,6 +205,8 @@ class SearchSettings:
     first_seed: int = integer(0, low=0)
     num_requests: int | None = integer(2000, low=10, high=10**7, optional=True)
     warmup: float = number(0.1, high=0.9)
+    max_num_requests: int | None = integer(None, low=10, high=10**7, optional=True)
+    precision: float | None = number(None, low=0.001, high=1, optional=True)
     step: float = number(0.02, low=0.001, high=1)
     think_time_s: float = number(0.0, high=1e4)
 

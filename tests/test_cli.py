@@ -16,6 +16,7 @@ SMALL = [
     "search.max_num_batched_tokens=[2048]",
     "search.seeds=2",
     "search.num_requests=100",
+    "search.max_num_requests=100",
     "runtime.lanes=4",
     "runtime.compilation_cache=null",
 ]
@@ -69,7 +70,15 @@ def test_hydras_own_flags_work(run):
         (["--nonsense"], "flags=--nonsense +sweep=slo_search: unrecognized arguments"),
         (["engine.max_num_seqs=many"], "engine.max_num_seqs=many: must be an integer from 1 up to 4194303, or null"),
         (["slo.percentile=0"], "slo.percentile=0: must be a number above 0 up to 100"),
-        (["slo.ttft_ms=null"], "slo.ttft_ms=null: must be a number unless slo.tpot_ms or slo.e2el_ms is one"),
+        (
+            ["slo.limits={p95_tttf_ms:100}"],
+            "slo.limits.p95_tttf_ms=100.0: must be mean_, median_ or pNN_, then queue_wait, ttft",
+        ),
+        (["slo.limits={p0_ttft_ms:100}"], "slo.limits.p0_ttft_ms=100.0: must name a percentile above 0 up to 100"),
+        (["slo.limits=5"], "slo.limits=5: must be a mapping to numbers from 0, as in {p95_ttft_ms:100}, or null"),
+        (["slo.limits={p95_ttft_ms:-1}"], "slo.limits.p95_ttft_ms=-1: must be a number from 0"),
+        (["slo.goodput=ttft:200 itl:5"], "slo.goodput=ttft:200 itl:5: must be as in ttft:200 tpot:50 e2el:9000, in ms"),
+        (["slo.goodput=fast"], "slo.goodput=fast: must be as in ttft:200 tpot:50"),
         (["search.load=false", "search.concurrency=false"], "search.load=false: must be true unless"),
         (["search.num_requests=null"], "search.num_requests=null: must be an integer for a workload that is not a tr"),
         (["workload.priority.values=[0.5]"], "workload.priority.values=[0.5]: a list of integers"),
@@ -134,7 +143,7 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     summary, rows = results(tmp_path / "made")
     assert [(row["max_num_seqs"], row["status"]) for row in rows] == [("8", "ok"), ("64", "ok")]
     assert summary["max_num_seqs"] in (8, 64) and summary["max_num_batched_tokens"] == 2048
-    assert summary["p99_ttft_ms"] <= 200 and summary["slo_met"] == 1 and summary["stable"] is True
+    assert summary["share_above_p99_ttft_ms"] <= 0.01 and 0 < summary["slo_met"] <= 1 and summary["stable"] is True
     assert summary["tied_with"] is None and summary["largest_load_rps"] == summary["load_rps"]  # 2 seeds: no ties
     assert summary["completed"] == 100 and summary["failed"] == 0
     assert summary["limited_by"] in ("seats", "KV cache", "token budget", "compute")

@@ -215,3 +215,26 @@ def test_batches_and_closed_loops_never_grow():
     loop.closed_loop = True
     assert not metrics.is_growing(loop)
     assert not metrics.is_growing(queue(1.5, n=1))
+
+
+def test_growth_is_the_share_of_the_arrivals_that_stays():
+    def shares(load, n=2000, **kwargs):
+        found = [metrics.growth(queue(load, n=n, seed=seed, servers=8, **kwargs)) for seed in range(20)]
+        return np.mean([one.share for one in found]), np.mean([one.clear for one in found])
+
+    steady, flagged = shares(0.7)
+    assert abs(steady) < 0.002 and flagged <= 0.05
+    growing, flagged = shares(1.25)
+    assert growing == pytest.approx(1 - 1 / 1.25, abs=0.02) and flagged == 1
+    slowly, _ = shares(1.05, n=4000)
+    assert slowly == pytest.approx(1 - 1 / 1.05, abs=0.02)
+    loop = queue(1.5)
+    loop.closed_loop = True
+    assert metrics.growth(loop) == (0.0, False) and metrics.growth(queue(1.5, n=20)) == (0.0, False)
+
+
+def test_share_of_gaps_above_a_limit():
+    run = simulation([0], [0], [0], [1], [1], [1], histogram=(10, 10, 20))
+    assert metrics.itl_share_above(run, 20.0) == pytest.approx(0.5)
+    assert metrics.itl_share_above(run, 15.0) == pytest.approx(0.625)  # half of the second bin
+    assert metrics.itl_share_above(simulation([0], [0], [0], [1], [1], [1]), 1.0) == 0

@@ -1,138 +1,211 @@
-"""The largest load and the largest concurrency of every setting and seed that meet the SLO, and the best setting."""
+"""The largest load and the largest concurrency of every setting that meet the SLO, and the best setting."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxsim.metrics import Interval, paired_interval, t_interval
+from jaxsim.metrics import Interval, paired_interval
 from jaxsim.search.evaluate import Evaluate, Outcome, Task
 from jaxsim.search.load import Ladder, Probe, integer_ladder, load_ladder
+from jaxsim.search.pooled import FEW_SEEDS, Crossing, crossing, decisive, verdict
+from jaxsim.search.slo import limits
 from jaxsim.search.space import Candidate
-from jaxsim.settings import SearchSettings
+from jaxsim.search.state import Found, State
+from jaxsim.settings import SearchSettings, SloSettings
 
 LOWEST_RPS, HIGHEST_RPS = 0.01, 1e5
 LONGEST_RUN_S = 1e6  # keeps the int64 picosecond clock far from its end
 TIE_SEEDS = 3  # at least, for an interval to make a tie
 SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that meets an SLO
-
-
-class Found(NamedTuple):
-    """What the search knows about one setting."""
-
-    values: np.ndarray  # [S], highest passing value of each seed, 0 where none passed
-    interval: Interval
-    finished: bool  # nothing left to try
-    capped: bool  # the highest value on the ladder passed, in some seed
-    reason: str  # why the next value failed; of the first seed
-    lowest: float  # the lowest value on the ladder
-    outcomes: list[Outcome]  # of the passing values, at most one per seed
-
-    @property
-    def known(self) -> bool:
-        """Whether every value is one: a seed that nothing was said about yet has none."""
-        return self.finished or bool((self.values > 0).all())
-
-    def joined(self, other: "Found") -> "Found":
-        """Together with what was found for further seeds."""
-        values = np.concatenate([self.values, other.values])
-        return Found(
-            values=values,
-            interval=t_interval(values),
-            finished=self.finished and other.finished,
-            capped=self.capped or other.capped,
-            reason=self.reason or other.reason,
-            lowest=max(self.lowest, other.lowest),
-            outcomes=self.outcomes + other.outcomes,
-        )
+EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
+EVENTS = 10  # jams that a missed share should rest on, at least
+LOOKS = 2  # rounds spent on the ends of an interval, at most
 
 
 class CapacitySearch:
-    """All searches side by side: each round is one call of `evaluate` with everything that is still open.
+    """The searches of all candidates side by side: each round is one call of `evaluate` with all that is still open.
 
-    In the shapes, `C` is the number of candidates, `S` of seeds; search `c * S + s` is candidate c under the s-th seed.
+    Every value is tried under all seeds, and their runs together pass or fail (`jaxsim.search.pooled`). When a search
+    has closed in on its answer, but the next value is undecided or the missed share rests on a few jams, it is
+    repeated with runs twice as long, up to `search.max_num_requests`; so it is, after a look at the ends of the
+    interval, if that is wider than `search.precision`. What stays undecided belongs to the interval.
+    In the shapes, `C` is the number of candidates, `S` of seeds.
     """
 
     def __init__(
         self,
         candidates: Sequence[Candidate],
         seeds: Sequence[int],  # their places among the replicates
-        count: int,  # requests of a simulation
+        count: int,  # requests of a simulation, at first
         search: SearchSettings,
+        slo: SloSettings,
         evaluate: Evaluate,
+        guesses: Mapping[str, Sequence[float]] | None = None,  # [C] by kind, from an earlier search
+        before: Sequence[Mapping[str, Found]] | None = None,  # [C], what was found under the first seeds, by kind
+        drawable: Callable[[int], bool] = lambda count: True,  # whether there are runs of so many requests
     ):
         self.candidates, self.seeds, self.count = candidates, seeds, count
-        self.search, self.evaluate = search, evaluate
+        self.search, self.evaluate, self.limits = search, evaluate, limits(slo)
+        self.most = max(count, search.max_num_requests or EXTENSION * count)
+        self.drawable = drawable
         self.rounds = self.simulations = 0
         # Simulations of a full round; later ones probe what is still open at several values to keep the lanes busy.
         self.width = 2 * len(candidates) * len(seeds)
-        self.best: dict[tuple[str, int], Outcome] = {}  # of the highest passing value
-        self.seats = integer_ladder(max(1, count // 2), search.step)
-        guesses = [candidate.max_num_seqs for candidate in candidates for _ in seeds]
-        self.ladders: dict[str, Ladder] = {"clients": Ladder(self.seats, guesses)}
+        self.states: dict[str, State] = {}
+        guesses = dict(guesses or {})
+        for kind in before[0] if before else ():
+            guesses[kind] = [found[kind].interval.mean for found in before or ()]
+        if search.concurrency or (search.load and "load" not in guesses):
+            rungs = integer_ladder(max(1, count // 2), search.step)
+            start = guesses.get("clients", [candidate.max_num_seqs for candidate in candidates])
+            self.states["clients"] = State(rungs, start, "clients" in guesses, count)
+        if search.load and "load" in guesses:
+            self._start_loads(guesses["load"], near=True)
+        for kind, state in self.states.items():
+            if before and kind in before[0]:
+                state.resume([found[kind] for found in before])
+
+    @property
+    def ladders(self) -> dict[str, Ladder]:
+        return {kind: state.ladder for kind, state in self.states.items()}
 
     @property
     def done(self) -> bool:
-        return self.rounds > 0 and all(ladder.done for ladder in self.ladders.values())
+        return self.rounds > 0 and all(all(state.finished) for state in self.states.values())
 
     def remaining(self) -> int:
         """About how many simulations are still to come."""
-        searches = len(self.candidates) * len(self.seeds)
         expected = sum(ladder.remaining() for ladder in self.ladders.values())
-        return expected + (8 * searches if self.search.load and not self.rounds else 0)
+        expected += sum(len(wanted) for state in self.states.values() for wanted in state.wanted)
+        unborn = 8 * len(self.candidates) if self.search.load and "load" not in self.states else 0
+        return len(self.seeds) * (expected + unborn)
 
     def round(self, on_done: Callable[[], None] | None = None) -> None:
-        """One round. The first has closed loops only: their throughput is the guess for the load."""
-        each = max(1, self.width // max(1, sum(int(ladder.open.sum()) for ladder in self.ladders.values())))
-        asked = [(kind, probe) for kind, ladder in self.ladders.items() for probe in ladder.ask(each)]
-        tasks = [self._task(kind, probe) for kind, probe in asked]
+        """One round. Without guesses the first has closed loops only: their throughput is the guess for the load."""
+        still_open = sum(int(ladder.open.sum()) for ladder in self.ladders.values())
+        each = max(1, self.width // max(1, still_open * len(self.seeds)))
+        asked = [(state, probe) for state in self.states.values() for probe in state.probes(each)]
+        seeds = [self.seeds[state.known_seeds(probe) :] for state, probe in asked]
+        tasks = [self._task(*one, seed) for one, some in zip(asked, seeds, strict=True) for seed in some]
         outcomes = self.evaluate(tasks, (lambda *_: on_done()) if on_done else None)
-        for kind, ladder in self.ladders.items():
-            told = [(one[1], out.verdict) for one, out in zip(asked, outcomes, strict=True) if one[0] == kind]
-            ladder.tell([probe for probe, _ in told], [verdict for _, verdict in told])
-        for (kind, probe), outcome in zip(asked, outcomes, strict=True):
-            if probe.rung == self.ladders[kind].low[probe.search]:
-                self.best[kind, probe.search] = outcome
-        if not self.rounds:
-            self._start_loads(asked, outcomes)
+        ends = np.cumsum([len(some) for some in seeds])
+        runs = [outcomes[end - len(some) : end] for end, some in zip(ends, seeds, strict=True)]
+        for state in self.states.values():
+            self._tell(state, [(probe, run) for (one, probe), run in zip(asked, runs, strict=True) if one is state])
+        if self.search.load and "load" not in self.states:
+            self._start_loads([SLO_SHARE * rate for rate in self.states["clients"].throughput_rps])
+        if not self.search.concurrency:
+            self.states.pop("clients", None)
         self.rounds += 1
         self.simulations += len(outcomes)
 
-    def _task(self, kind: str, probe: Probe) -> Task:
-        candidate, seed = divmod(probe.search, len(self.seeds))
-        value = self.ladders[kind].rungs[probe.rung]
-        load_rps, clients = (float(value), None) if kind == "load" else (None, int(value))
-        return Task(self.candidates[candidate], self.seeds[seed], load_rps, clients, self.count)
+    def _task(self, state: State, probe: Probe, seed: int) -> Task:
+        value = float(state.ladder.rungs[probe.rung])
+        load_rps, clients = (None, int(value)) if state is self.states.get("clients") else (value, None)
+        return Task(self.candidates[probe.search], seed, load_rps, clients, state.counts[probe.search])
 
-    def _start_loads(self, asked: Sequence[tuple[str, Probe]], outcomes: Sequence[Outcome]) -> None:
-        guesses = np.zeros(len(self.candidates) * len(self.seeds))
-        for (_, probe), (_, figures) in zip(asked, outcomes, strict=True):
-            duration_s = figures["duration_s"]
-            rate_rps = figures["num_prompts"] / duration_s if duration_s > 0 else LOWEST_RPS
-            guesses[probe.search] = max(guesses[probe.search], SLO_SHARE * rate_rps)
-        if self.search.load:
-            lowest = max(LOWEST_RPS, self.count / LONGEST_RUN_S)
-            rungs = load_ladder(lowest, HIGHEST_RPS, self.search.step)
-            self.ladders["load"] = Ladder(rungs, guesses.tolist())
-        if not self.search.concurrency:
-            del self.ladders["clients"]
+    def _tell(self, state: State, told: Sequence[tuple[Probe, list[Outcome]]]) -> None:
+        together: dict[Probe, list[Outcome] | None] = {}
+        for probe, runs in told:
+            candidate, rung = probe
+            together[probe] = state.joined(probe, runs, decisive(runs, self.limits))
+            state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
+            state.wanted[candidate].discard(rung)
+            rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
+            state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
+        state.ladder.tell([*together], [state.verdicts[candidate][rung] for candidate, rung in together])
+        for (candidate, rung), runs in together.items():
+            if rung == state.ladder.low[candidate] and runs is not None:
+                state.best[candidate] = rung, runs
+        for candidate in range(len(self.candidates)):
+            if not state.finished[candidate] and not state.ladder.open[candidate]:
+                self._close(state, candidate)
+
+    def _close(self, state: State, candidate: int) -> None:
+        """Looks further, extends, or ends the search of a candidate whose capacity lies between two neighbours."""
+        low = int(state.ladder.low[candidate])
+        if state.best[candidate][0] != low >= 0:  # what had passed above it was overtaken by a failure below
+            state.wanted[candidate] = {low}
+            return
+        found = self._crossing(state, candidate)
+        guess = found.interval.mean if found else float(state.ladder.rungs[0])
+        longer = 2 * state.counts[candidate]
+        can_extend = longer <= self.most and self.drawable(longer)
+        seldom = found is not None and found.events < EVENTS
+        if (state.in_doubt(candidate) or seldom) and can_extend:
+            state.extend(candidate, guess)
+            return
+        if found is not None and state.looks[candidate] < LOOKS and len(self.seeds) >= FEW_SEEDS:
+            state.looks[candidate] += 1
+            state.wanted[candidate] = state.ends(candidate, found)
+            if state.wanted[candidate]:
+                return
+        if self._wide(found) and can_extend:
+            state.extend(candidate, guess)
+        else:
+            state.finished[candidate] = True
+
+    def _crossing(self, state: State, candidate: int) -> Crossing | None:
+        if candidate not in state.crossings:
+            state.crossings[candidate] = self._cross(state, candidate)
+        return state.crossings[candidate]
+
+    def _cross(self, state: State, candidate: int) -> Crossing | None:
+        rungs, low = sorted(state.figures[candidate]), int(state.ladder.low[candidate])
+        if low < 0:
+            return None
+        figures = np.stack([state.figures[candidate][rung] for rung in rungs])
+        loads, passed = state.ladder.rungs[rungs], rungs.index(low)
+        whole = state is self.states.get("clients")
+        found = crossing(loads, figures, self.limits, passed, self.search.confidence, whole)
+        if not state.in_doubt(candidate):
+            return found
+        mean, half_width = found.interval
+        half_width = max(half_width, state.ladder.rungs[state.failed(candidate)] - mean)
+        return found._replace(interval=Interval(mean, half_width))
+
+    def _wide(self, found: Crossing | None) -> str:
+        """Says that the interval is wider than asked for; empty if it is not."""
+        if self.search.precision is None or found is None or len(self.seeds) == 1:
+            return ""
+        relative = found.interval.half_width / found.interval.mean if found.interval.mean > 0 else math.inf
+        wide = f"undecided: ± {relative:.2g} of the value is wider than search.precision={self.search.precision:g}"
+        return wide if relative > self.search.precision else ""
+
+    def _start_loads(self, guesses: Sequence[float], near: bool = False) -> None:
+        lowest = max(LOWEST_RPS, self.most / LONGEST_RUN_S)
+        rungs = load_ladder(lowest, HIGHEST_RPS, self.search.step)
+        self.states["load"] = State(rungs, guesses, near, self.count)
 
     def found(self, kind: str, candidate: int) -> Found | None:
         """The state of the search "load" or "clients" of one candidate; None if it is not searched."""
-        ladder = self.ladders.get(kind)
-        if ladder is None:
+        state = self.states.get(kind)
+        if state is None:
             return None
-        seeds = len(self.seeds)
-        mine = slice(candidate * seeds, (candidate + 1) * seeds)
-        values = ladder.values()[mine]
+        ladder, crossing = state.ladder, self._crossing(state, candidate)
+        high = int(ladder.high[candidate])
+        above = sorted(rung for rung in ladder.passed[candidate] if rung > high)[-1:]
+        in_doubt = state.finished[candidate] and state.in_doubt(candidate)
+        notes = [f"{ladder.rungs[rung]:.4g} passed although {ladder.rungs[high]:.4g} did not" for rung in above]
+        if in_doubt:
+            text = f"{ladder.reason[candidate]}, in runs of {state.counts[candidate]}"
+            notes.append(f"{ladder.rungs[high]:.4g} is {text}")
+        undecided = ladder.reason[candidate] if in_doubt and crossing is None else self._wide(crossing)
         return Found(
-            values=values,
-            interval=t_interval(values),
-            finished=not ladder.open[mine].any(),
-            capped=bool(ladder.capped[mine].any()),
-            reason=next((reason for reason in ladder.reason[mine] if reason), ""),
+            values=crossing.values if crossing else np.zeros(len(self.seeds)),
+            interval=crossing.interval if crossing else Interval(0.0, 0.0),
+            finished=state.finished[candidate],
+            capped=bool(ladder.capped[candidate]),
+            reason=ladder.reason[candidate],
+            undecided=undecided if state.finished[candidate] else "",
+            note="; ".join(notes),
             lowest=float(ladder.rungs[0]),
-            outcomes=[self.best[kind, index] for index in range(mine.start, mine.stop) if (kind, index) in self.best],
+            count=state.counts[candidate],
+            outcomes=state.best[candidate][1],
+            tried=state.figures[candidate],
+            best=int(ladder.low[candidate]),
         )
 
 

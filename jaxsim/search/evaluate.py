@@ -72,7 +72,8 @@ class Simulator:
     def outcome(self, task: Task, simulation: Simulation) -> Outcome:
         """The verdict on a simulation and its figures, after warm-up."""
         warmup = warmup_share(self.search.warmup, task.clients, len(simulation.prompt_len))
-        return Outcome(judge(simulation, self.slo, warmup), figures(simulation, self.slo, warmup))
+        row = figures(simulation, self.slo, warmup)
+        return Outcome(judge(row, self.slo, simulation.status), row)
 
     def _stretch(self, task: Task) -> float:
         return 1.0 if task.load_rps is None else self.replicates.stretch(task.seed, task.load_rps, task.count)

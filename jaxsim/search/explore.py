@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from jaxsim.search.evaluate import Evaluate
 from jaxsim.search.ranking import Ranking, ranking
 from jaxsim.search.space import Candidate, Space
 from jaxsim.search.strategies import Problem, strategy
-from jaxsim.settings import SearchSettings
+from jaxsim.settings import SearchSettings, SloSettings
 
 MARGIN = 0.1  # settings this close to the best (relative) go on whatever their rank
 SHORTEST = 2000  # requests; shorter runs say too little about a p99
@@ -43,8 +43,17 @@ class Exploration:
     `seeds` replicates of `count` requests are what a setting gets that is in the running to the end.
     """
 
-    def __init__(self, space: Space, search: SearchSettings, evaluate: Evaluate, seeds: int, count: int):
-        self.space, self.search, self.evaluate = space, search, evaluate
+    def __init__(
+        self,
+        space: Space,
+        search: SearchSettings,
+        slo: SloSettings,
+        evaluate: Evaluate,
+        seeds: int,
+        count: int,
+        drawable: Callable[[int], bool] = lambda count: True,  # whether runs may be as long
+    ):
+        self.space, self.search, self.slo, self.evaluate, self.drawable = space, search, slo, evaluate, drawable
         self.most = min(space.size, search.settings or space.size)  # settings to try
         self.baseline = space.baseline_candidate()
         self.levels = levels(search.halving, seeds, count, self.most)
@@ -178,28 +187,34 @@ class Exploration:
         for have, group in groups.items():
             if have >= level.seeds or self.spent:
                 continue
-            seeds = range(have, level.seeds)
-            before = {one: self.known[one].found for one in group} if have else {}
-            capacity = self.capacity = CapacitySearch(group, seeds, level.count, self.search, self.evaluate)
+            capacity = self.capacity = CapacitySearch(
+                group,
+                range(level.seeds),
+                level.count,
+                self.search,
+                self.slo,
+                self.evaluate,
+                before=[self.known[one].found for one in group] if have else None,
+                drawable=self.drawable,
+            )
             try:
                 while not capacity.done and not self.spent:
                     done = capacity.simulations
                     capacity.round(on_done)
                     self.simulations += capacity.simulations - done
                     self.rounds_done += 1
-                    self._record(capacity, have, before)
+                    self._record(capacity, have)
                     yield
             finally:
-                self._record(capacity, have, before)
+                self._record(capacity, have)
         self.capacity = None
 
-    def _record(self, capacity: CapacitySearch, have: int, before: Mapping[Candidate, Mapping[str, Found]]) -> None:
-        """What a batch has found so far, joined to what was known `before` of the first `have` seeds."""
+    def _record(self, capacity: CapacitySearch, have: int) -> None:
+        """What a batch has found so far; what was known from `have` seeds stands until more of them have decided."""
         for index, one in enumerate(capacity.candidates):
             found = {kind: each for kind in ("load", "clients") if (each := capacity.found(kind, index)) is not None}
-            if have:
-                found = {kind: before[one][kind].joined(each) for kind, each in found.items()}
-            self.known[one] = Known(capacity.count, [*range(have), *capacity.seeds], found)
+            if not have or all(each.finished for each in found.values()):
+                self.known[one] = Known(capacity.count, [*capacity.seeds], found)
 
 
 def levels(halving: int | None, seeds: int, count: int, settings: int) -> list[Level]:

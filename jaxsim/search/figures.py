@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxsim.engine import Simulation
-from jaxsim.metrics import Interval, is_growing, summarise, t_interval
-from jaxsim.search.slo import judge, limits_ms
+from jaxsim.metrics import Interval, growth, is_growing, summarise, t_interval
+from jaxsim.search.slo import judge, limits, of_a_request, shares
 from jaxsim.settings import SloSettings
 
 PERCENTILES = (50, 95, 99)
@@ -17,16 +17,20 @@ LIMITS = {"seats": "refused_seats", "KV cache": "refused_kv", "token budget": "r
 
 def percentiles(slo: SloSettings) -> tuple[float, ...]:
     """Percentiles that are reported, ascending."""
-    return tuple(sorted({*PERCENTILES, slo.percentile}))
+    limited = {limit.percentile for limit in limits(slo) if limit.percentile is not None}
+    return tuple(sorted({*PERCENTILES, slo.percentile, *limited}))
 
 
 def figures(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str, Any]:
-    """Everything reported about one run: the keys of `vllm bench serve`, and what the server did."""
-    row: dict[str, Any] = summarise(simulation, warmup, percentiles(slo), limits_ms(slo))
+    """Everything reported about one run: the keys of `vllm bench serve`, what the server did and what the SLO asks."""
+    row: dict[str, Any] = summarise(simulation, warmup, percentiles(slo), of_a_request(slo) or None)
     row |= {key: value for key, value in simulation.totals._asdict().items() if np.isscalar(value)}
     row["preemptions_per_request"] = simulation.totals.num_preemptions / max(1, len(simulation.prompt_len))
+    row |= shares(simulation, slo, warmup)
     row["stable"] = float(not is_growing(simulation))
-    row["slo_met"] = float(judge(simulation, slo, warmup).passed)
+    trend = growth(simulation)
+    row["growth_share"], row["growing"] = trend.share, float(trend.clear)
+    row["slo_met"] = float(judge(row, slo, simulation.status).passed is True)
     return row
 
 

@@ -37,6 +37,13 @@ class Replicates:
         """Factor on the arrival times of the seed's requests that makes their load `load_rps`."""
         return self._of(seed, count)[1] / load_rps
 
+    def drawable(self, count: int) -> bool:
+        """Whether every seed has `count` requests that the server takes."""
+        try:
+            return all(len(self.of(seed, count).prompt_len) > 0 for seed in range(len(self.requests)))
+        except (ConfigError, ValueError):
+            return False
+
     def _of(self, seed: int, count: int | None) -> tuple[Requests, float]:
         if seed < len(self.requests) and count in (None, self.count):
             return self.requests[seed], self.rates_rps[seed]

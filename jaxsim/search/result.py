@@ -81,7 +81,10 @@ def _row(exploration: Exploration, candidate: Candidate) -> dict[str, Any]:
     row["num_gpu_blocks"] = candidate.engine.num_gpu_blocks
     if known is None:
         return row | {"status": "unfinished", "reason": "not simulated: interrupted, or the budget was spent"}
-    row |= {"seeds": len(known.seeds), "num_requests": known.count}
+    row |= {
+        "seeds": len(known.seeds),
+        "num_requests": max([known.count, *(found.count for found in known.found.values())]),
+    }
     for kind, name in COLUMNS.items():
         found = known.found.get(kind)
         if found is not None and found.known:
@@ -100,14 +103,19 @@ def _status(known: Known, best: Found | None) -> dict[str, str]:
     if best is None or not all(found.finished for found in known.found.values()):
         return {"status": "unfinished", "reason": "broken off; the values are the largest that passed so far"}
     if not best.outcomes:
-        return {"status": "infeasible", "reason": f"{best.reason} even at the lowest, {best.lowest:g}"}
+        status = "undecided" if best.undecided else "infeasible"
+        return {"status": status, "reason": f"{best.undecided or best.reason} even at the lowest, {best.lowest:g}"}
     capped = [kind for kind, found in known.found.items() if found.capped]
-    reason = ", ".join(f"the highest {kind} tried passed" for kind in capped)
-    return {"status": "ok", "reason": reason, "capped": " ".join(COLUMNS[kind] for kind in capped)}
+    reasons = [f"the highest {kind} tried passed" for kind in capped]
+    reasons += [
+        f"{kind}: {text}" for kind, found in known.found.items() for text in (found.undecided, found.note) if text
+    ]
+    status = "undecided" if best.undecided else "ok"
+    return {"status": status, "reason": "; ".join(reasons), "capped": " ".join(COLUMNS[kind] for kind in capped)}
 
 
 def figures(found: Found) -> dict[str, Interval]:
-    """Figures at every seed's own capacity, over seeds."""
+    """Figures at the highest load, or number of clients, that passed; over seeds."""
     return over_seeds([outcome.figures for outcome in found.outcomes])
 
 

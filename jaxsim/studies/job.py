@@ -13,6 +13,7 @@ from jaxsim.defaults import lines
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.search.replicates import Replicates, replicates
+from jaxsim.search.slo import limits
 from jaxsim.search.space import Server
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
@@ -45,6 +46,7 @@ class Job:
             if not isinstance(settings.get(key), Mapping):
                 raise ConfigError(key, schema.show(settings.get(key)), "must be a preset of that group")
         groups = {key: schema.read(kind, key, settings.get(key, {})) for key, kind in schema.GROUPS.items()}
+        limits(groups["slo"])
         server = Server.of(settings, groups["engine"])
         path = settings["workload"].get("path")
         if path is not None and not isinstance(path, str):

@@ -11,7 +11,7 @@ from jaxsim.search.evaluate import Simulator
 from jaxsim.search.explore import Exploration
 from jaxsim.search.figures import percentiles
 from jaxsim.search.result import COLUMNS, Result, result
-from jaxsim.search.slo import limits_ms
+from jaxsim.search.slo import limits
 from jaxsim.search.space import Space
 from jaxsim.settings import show
 from jaxsim.studies.job import Job
@@ -24,11 +24,10 @@ def exploration(job: Job) -> Exploration:
     search, slo = job.search, job.slo
     if not (search.load or search.concurrency):
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
-    if not limits_ms(slo):
-        raise ConfigError("slo.ttft_ms", "null", "must be a number unless slo.tpot_ms or slo.e2el_ms is one")
     space = Space.of(job.server, search, job.baseline)
     simulator = Simulator(job.replicates, slo, search, job.runtime.lanes)
-    return Exploration(space, search, simulator, len(job.replicates.requests), job.replicates.count)
+    sampled = job.replicates
+    return Exploration(space, search, slo, simulator, len(sampled.requests), sampled.count, sampled.drawable)
 
 
 def search(job: Job, on_round: Callable[[Exploration], None] | None = None) -> Result:
@@ -45,7 +44,7 @@ def run(job: Job) -> None:
     exploring = exploration(job)
     tracking = job.track()
     most = exploring.most
-    job.console.print(f"{job.title()}, {_searched(exploring)}, p{job.slo.percentile:g} of {_limits(job)}")
+    job.console.print(f"{job.title()}, {_searched(exploring)}, {_limits(job)}")
     job.say_defaults(exploring.space.searched)
     interrupted = False
     with terminal.progress(job.console, "compiling") as bar:
@@ -75,7 +74,7 @@ def _searched(exploring: Exploration) -> str:
 
 
 def _limits(job: Job) -> str:
-    return ", ".join(f"{name.upper()} <= {limit:g} ms" for name, limit in limits_ms(job.slo).items())
+    return ", ".join(limit.text for limit in limits(job.slo)) or "no limit but a stable queue"
 
 
 def _round(exploring: Exploration) -> dict[str, Any]:
