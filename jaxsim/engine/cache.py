@@ -140,6 +140,7 @@ class View(NamedTuple):
     length: jax.Array  # blocks of its chain
     path: jax.Array  # where it is in the table of paths
     further: jax.Array  # bool: its path goes on
+    blank: jax.Array  # bool: to a node of which there is no block, and nobody to enter one
     node: jax.Array  # the node there
     node_end: jax.Array  # the first block behind it
     copies: jax.Array  # its row

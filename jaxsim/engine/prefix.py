@@ -125,6 +125,7 @@ def work(
 
     path = fence(on, place)
     node = chains.path[which, path]
+    following = row(limits.node_rows, chains.path[which, jnp.minimum(path + 1, chains.path.shape[1] - 1)], NODE)
     copies = row(limits.node_rows, node, NODE)
     node_end = chains.nodes[which, node, 1]
     owner = fence(on, lambda: copies[OWNER])
@@ -149,6 +150,7 @@ def work(
         length,
         path,
         path + 1 < end,
+        (following[HEAD] == NONE) & (following[OWNER] == NONE),
         node,
         node_end,
         copies,

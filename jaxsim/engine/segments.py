@@ -136,8 +136,9 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
     position = pick(takes_piece, piece_end, c.position)
     in_queue = s[REF] == 0
     unqueues = holds_piece & in_queue
-    next_path = pick(takes_piece & (piece_end == node_end) & further, path + 1, path)
-    search_ends = job.searching & ~turn.for_owner & (gap | (position >= c.limit))
+    crosses = takes_piece & (piece_end == node_end) & further
+    next_path = pick(crosses, path + 1, path)
+    search_ends = job.searching & ~turn.for_owner & (gap | (crosses & v.blank) | (position >= c.limit))
     touched = job.touching & search_ends
     cut = pick(cuts_above, piece_end, c.position)
 

@@ -64,7 +64,7 @@ from jaxsim.engine.state import Event, State
 from jaxsim.engine.statistics import Stretch, bin_end
 from jaxsim.engine.types import Status
 
-OPERATIONS = 1  # on the prefix cache in one step
+OPERATIONS = 2  # on the prefix cache in one step
 
 
 class Words(NamedTuple):
