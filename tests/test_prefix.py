@@ -179,6 +179,20 @@ def agree_all(cases: list[reference.Case], expected: list[reference.Result], lea
             agree(case, ours, theirs)
 
 
+def test_a_prompt_takes_its_blocks_before_a_later_decode_preempts_itself(one_shape):
+    """A chunk takes all that is free; the last request, which decodes, gives back its own blocks only then."""
+    listed = [(0, 18, 12, [("a", 0, 18)]), (2, 23, 1, [("b", 0, 23)]), (2, 2, 8, [("c", 0, 2)])]
+    listed += [(3, 11, 12, [("c", 0, 2), ("o2", 0, 8), ("d", 0, 1)])]
+    arrivals, prompts, outputs, segments = map(list, zip(*listed, strict=True))
+    engine = EngineConfig(6, 48, 27, 24, 1, False, 8, watermark=0.05, enable_prefix_caching=True, async_scheduling=True)
+    case = reference.Case([ms * MS for ms in arrivals], prompts, outputs, engine, CostTable(2 * MS), segments=segments)
+    result = reference.simulate(case)
+    assert any(row[10] == [2] for row in result.iters), "request 2 preempts itself"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["jaxsim.engine.simulate"], "shared_blocks", lambda *_: True)
+        agree(case, simulate(requests_of(case), engine, Priced(case.cost)), result)
+
+
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_the_trie_has_the_oracle_s_blocks(seed):

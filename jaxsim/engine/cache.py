@@ -46,8 +46,10 @@ class Cache(NamedTuple):
     release: jax.Array  # the first of those that leave, in the order of arrival; it gives its blocks back
     complete: jax.Array  # bool: the list of those that leave is complete, and its turn has come
     dropped: jax.Array  # async scheduling: from this request on they were preempted, and are not in the list any more
-    alone: jax.Array  # a request that leaves at once, without the list, and its blocks
+    alone: jax.Array  # a request that leaves now and without the list, and its blocks
     alone_blocks: jax.Array
+    alone_finished: jax.Array  # bool: it is finished, not preempted
+    waits_alone: jax.Array  # async scheduling: the one that will leave without the list, with `enlist_blocks` blocks
     release_at: jax.Array  # the segment to go on with within a hold
     detached: jax.Array  # bool: it neither owns a node nor is eager any more
     walk: jax.Array  # the eager request to visit next
@@ -73,7 +75,9 @@ def initial_cache(limits: Limits, knobs: Knobs) -> Cache:
         ["segment_next", "hold_next", "taken", "take", "enlist_blocks", "register_tokens", "limit", "position"], zero
     )
     fields |= dict.fromkeys(["cap", "idle", "walk_until", "alone_blocks"], zero)
-    fields |= dict.fromkeys(["overflow", "complete", "register_joins", "contested", "detached"], false)
+    fields |= dict.fromkeys(
+        ["overflow", "complete", "register_joins", "contested", "detached", "alone_finished"], false
+    )
     fields |= {"dropped": jnp.int32(ALL)}
     fields |= {"eager_need": jnp.zeros(limits.phases, jnp.int32)}
     fields |= {"memory": jnp.full(limits.prefix_memory, NONE, jnp.int32), "anonymous": knobs.blocks}
@@ -82,8 +86,13 @@ def initial_cache(limits: Limits, knobs: Knobs) -> Cache:
 
 def busy(c: Cache) -> jax.Array:
     """bool: a job is outstanding."""
-    jobs = (c.touch != NONE) | (c.take > 0) | releases(c) | (c.register != NONE) | (c.look != NONE)
+    jobs = (c.touch != NONE) | takes(c) | releases(c) | (c.register != NONE) | (c.look != NONE)
     return jobs | (c.insert != NONE) | (c.enlist != NONE) | walks(c)
+
+
+def takes(c: Cache) -> jax.Array:
+    """Takes from the queue commute until somebody looks at its segments or adds to it."""
+    return (c.take > 0) & ((c.touch != NONE) | releases(c) | (c.look != NONE))
 
 
 def releases(c: Cache) -> jax.Array:
@@ -131,6 +140,7 @@ class View(NamedTuple):
     length: jax.Array  # blocks of its chain
     path: jax.Array  # where it is in the table of paths
     further: jax.Array  # bool: its path goes on
+    blank: jax.Array  # bool: to a node of which there is no block, and nobody to enter one
     node: jax.Array  # the node there
     node_end: jax.Array  # the first block behind it
     copies: jax.Array  # its row

@@ -39,6 +39,7 @@ from jaxsim.engine.cache import (
     View,
     count,
     releases,
+    takes,
     walks,
 )
 from jaxsim.engine.chains import Chains
@@ -51,7 +52,7 @@ def next_job(c: Cache) -> Job:
     pick = jnp.where
     left = ~c.overflow
     flags = []
-    jobs = (c.insert != NONE, c.enlist != NONE, c.touch != NONE, c.take > 0, releases(c), walks(c))
+    jobs = (c.insert != NONE, c.enlist != NONE, c.touch != NONE, takes(c), releases(c), walks(c))
     for outstanding in (*jobs, c.register != NONE, c.look != NONE):
         flags.append(left & outstanding)
         left = left & ~outstanding
@@ -77,7 +78,7 @@ def next_turn(
     owner_decoded = owners[BASE] + now + count(job.searching | (owner < job.me))
     visiting = job.registering | job.walking
     if owner_chain is not None:
-        finished = job.releasing & (c.alone == NONE)
+        finished = job.releasing & ((c.alone == NONE) | c.alone_finished)
         decoded = pick(finished, chain[3], jnp.minimum(decoded, chain[3]) - 1)
         owner_decoded = jnp.minimum(owner_decoded, owner_chain[3]) - 1
         visiting = visiting | finished
@@ -124,6 +125,7 @@ def work(
 
     path = fence(on, place)
     node = chains.path[which, path]
+    following = row(limits.node_rows, chains.path[which, jnp.minimum(path + 1, chains.path.shape[1] - 1)], NODE)
     copies = row(limits.node_rows, node, NODE)
     node_end = chains.nodes[which, node, 1]
     owner = fence(on, lambda: copies[OWNER])
@@ -140,6 +142,7 @@ def work(
 
     at = fence(on, segment_at_hand)
     s = row(limits.segment_rows, at, SEGMENT)
+    behind = turn.registers & ~(job.releasing & (s[COPY_NEXT] == NONE))
     view = View(
         job,
         turn,
@@ -147,6 +150,7 @@ def work(
         length,
         path,
         path + 1 < end,
+        (following[HEAD] == NONE) & (following[OWNER] == NONE),
         node,
         node_end,
         copies,
@@ -154,7 +158,7 @@ def work(
         hold,
         at,
         s,
-        row(limits.segment_rows, pick(turn.registers, s[COPY_NEXT], c.queue_tail), SEGMENT),
+        row(limits.segment_rows, pick(behind, s[COPY_NEXT], c.queue_tail), SEGMENT),
         row(limits.segment_rows, c.segment_free, SEGMENT)[QUEUE_NEXT],
         row(limits.hold_rows, c.hold_free, HOLD)[2],
     )

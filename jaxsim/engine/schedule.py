@@ -189,10 +189,10 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
     taken: Any = None
     takes: Any = None
+    due = jnp.where(s.begun, 0, due)
     if limits.prefix:
         taken = s.cache.taken
         due = due - taken
-    due = jnp.where(s.begun, 0, due)
     demand = due + jnp.where(look.prompted, chunk_blocks, 0)
     decodes_fit: Any = None
     if limits.priority:
@@ -220,8 +220,12 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     victim_computed = jnp.where(in_prompt, computed_prompt, gone[PROMPT] + generated - 1)
     victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
     if limits.prefix:
-        # The decodes before the one that does not fit take theirs first: the order decides what is evicted.
-        first = jnp.where(preempts | drops, jnp.minimum(due, free), 0)
+        # Those before the one that does not fit take theirs first: the order decides what is evicted. Where only the
+        # victim itself does not fit, that is all of them.
+        own = count(decoding & (remainder(victim_computed, knobs.block_size) == 0))
+        first = jnp.minimum(due - jnp.where(counted, 0, own), free)
+        first = jnp.where(demand - own <= free, free, first)
+        first = jnp.where(preempts | drops, first, 0)
         takes = first + jnp.where(passes, demand, 0)
         taken = jnp.where(passes, 0, taken + first)
         free = free - takes

@@ -99,24 +99,27 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
     evicted = pick(evicts, jnp.minimum(c.take - plain, s[HI] - s[LO]), 0)
     emptied = evicts & (s[HI] - evicted == s[LO])
 
-    # Release.
-    pops = job.releasing & ~turn.registers
-    has_hold = pops & (top != NONE)
-    last_holder = has_hold & (s[REF] == 1)
-    neighbours = (o[COPY_NEXT] == at) | (o[COPY_PREV] == at)
-    merges = last_holder & (c.queue_tail != NONE) & (o[OF] == s[OF]) & (o[LO] == s[HI]) & neighbours
-    appends = last_holder & ~merges
-    hold_ends = has_hold & (s[LO] <= hold[1])
-    released = pops & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
-    detaches = pops & ~c.detached
-    leaves_eager = detaches & (mine[MODE] == EAGER)
-    unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - mine[REGISTERED], 0)
-
     # Register: raise the request's last segment, or a new one behind all copies of the node.
     last_copy = (s[COPY_NEXT] == NONE) | ((o[COPY_NEXT] == NONE) & ((o[HI] <= turn.start) | (o[LO] >= turn.stop)))
     extends = turn.registers & (top != NONE) & (s[OF] == node) & (s[HI] == turn.start) & (s[REF] == 1) & last_copy
     adds = turn.registers & ~extends
     moves_on = (turn.stop == node_end) & further & ~turn.for_owner
+
+    # Release; the segment that gets the last blocks to register may be given back at once.
+    last_registration = turn.registers & ~turn.for_owner & (turn.stop >= turn.target)
+    pops = job.releasing & (~turn.registers | (last_registration & extends & (s[COPY_NEXT] == NONE)))
+    registered = pick(turn.registers, turn.stop, mine[REGISTERED])
+    high = pick(extends, turn.stop, s[HI])
+    has_hold = pops & (top != NONE)
+    last_holder = has_hold & (s[REF] == 1)
+    neighbours = (o[COPY_NEXT] == at) | (o[COPY_PREV] == at)
+    merges = last_holder & (c.queue_tail != NONE) & (o[OF] == s[OF]) & (o[LO] == high) & neighbours
+    appends = last_holder & ~merges
+    hold_ends = has_hold & (s[LO] <= hold[1])
+    released = pops & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
+    detaches = pops & ~c.detached
+    leaves_eager = detaches & (mine[MODE] == EAGER)
+    unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
 
     # Search: pieces of the chain along the copies of the node.
     visit = job.searching & (c.position < c.limit) & ~turn.for_owner
@@ -133,20 +136,21 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
     position = pick(takes_piece, piece_end, c.position)
     in_queue = s[REF] == 0
     unqueues = holds_piece & in_queue
-    next_path = pick(takes_piece & (piece_end == node_end) & further, path + 1, path)
-    search_ends = job.searching & ~turn.for_owner & (gap | (position >= c.limit))
+    crosses = takes_piece & (piece_end == node_end) & further
+    next_path = pick(crosses, path + 1, path)
+    search_ends = job.searching & ~turn.for_owner & (gap | (crosses & v.blank) | (position >= c.limit))
     touched = job.touching & search_ends
     cut = pick(cuts_above, piece_end, c.position)
 
     # Join the decoding requests.
     takes_over = turn.joins & (owner != NONE)
-    registered_all = turn.registers & ~turn.for_owner & (turn.stop >= turn.target)
     # Mostly the next block is of the same node, which nobody owns: then the last registration does this too.
-    joins_too = job.registering & registered_all & c.register_joins & (turn.stop < node_end) & (turn.stop < v.length)
+    joins_too = job.registering & last_registration & c.register_joins
+    joins_too = joins_too & (turn.stop < node_end) & (turn.stop < v.length)
     becomes_owner = (turn.joins | joins_too) & (owner == NONE) & ~further
     becomes_eager = turn.joins & (owner == NONE) & further
     nothing_to_do = ~turn.registers & ~turn.for_owner & ~turn.joins
-    ends = becomes_owner | becomes_eager | nothing_to_do | (registered_all & ~c.register_joins)
+    ends = becomes_owner | becomes_eager | nothing_to_do | (last_registration & ~c.register_joins)
     register_ends = job.registering & ends
 
     # Insert into the eager list: `mine` is the row of `insert_after`.
@@ -370,6 +374,6 @@ def carry_out(
         found=pick(job.looking & d.search_ends, c.look, c.found),
         contested=pick(job.looking & d.search_ends, d.gap & (owner != NONE), c.contested),
     )
-    freed = d.unhashed + pick(d.last_holder, s[HI] - s[LO], 0)
+    freed = d.unhashed + pick(d.last_holder, pick(d.extends, turn.stop, s[HI]) - s[LO], 0)
     index = jnp.stack([pick(happens, cell, limits.prefix_sinks + i) for i, (happens, cell, _) in enumerate(cells)])
     return result, index, jnp.stack([jnp.asarray(value, jnp.int32) for _, _, value in cells]), freed

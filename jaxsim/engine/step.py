@@ -65,7 +65,7 @@ from jaxsim.engine.state import Event, State
 from jaxsim.engine.statistics import Stretch, bin_end
 from jaxsim.engine.types import Status
 
-OPERATIONS = 1  # on the prefix cache in one step
+OPERATIONS = 2  # on the prefix cache in one step
 
 
 class Words(NamedTuple):
@@ -425,13 +425,20 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     takes = a.hits.takes + leap_blocks
     plain = jnp.minimum(takes, c.anonymous)
     blocks = blocks_for(context, knobs.block_size)
-    if limits.asynchronous:  # those that the iteration in flight finishes keep their blocks until this one runs
-        alone = p.preempts | p.drops
-        complete = pick(a.runs, True, c.complete & ~look.finishes)
-    else:
-        last = leaves & ~p.more_finish
-        alone = last & (c.release == NONE)
-        complete = pick(leaves, last, c.complete)
+    last = leaves & ~p.more_finish
+    alone = last & (c.release == NONE)
+    leaver, finished, blocks_alone, waits_alone = look.leaver, look.finishes, blocks, c.waits_alone
+    enlists, complete = leaves & ~alone, pick(leaves, last, c.complete)
+    if limits.asynchronous:
+        # Those that the iteration in flight finishes keep their blocks until this one runs, unless they are preempted.
+        waits, enlists = alone & look.finishes, enlists & look.finishes
+        departs = p.preempts | p.drops
+        alone = departs | (a.runs & (c.waits_alone != NONE))
+        leaver, finished = pick(departs, look.leaver, c.waits_alone), ~departs
+        blocks_alone = pick(departs, blocks, c.enlist_blocks)
+        complete = a.runs | (c.complete & ~look.finishes)
+        waits_alone = pick(a.runs | (p.drops & (look.leaver == c.waits_alone)), none, c.waits_alone)
+        waits_alone = pick(waits, look.leaver, waits_alone)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
         walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
@@ -441,10 +448,12 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         take=c.take + takes - plain,
         touch=pick(a.admits, look.joiner, c.touch),
         release=pick(a.runs & (c.release >= c.dropped), none, c.release),
-        alone=pick(alone, look.leaver, c.alone),
-        alone_blocks=pick(alone, blocks, c.alone_blocks),
-        enlist=pick(leaves & ~alone, look.leaver, c.enlist),
-        enlist_blocks=pick(leaves, blocks, c.enlist_blocks),
+        alone=pick(alone, leaver, c.alone),
+        alone_blocks=pick(alone, blocks_alone, c.alone_blocks),
+        alone_finished=pick(alone, finished, c.alone_finished),
+        waits_alone=waits_alone,
+        enlist=pick(enlists, look.leaver, c.enlist),
+        enlist_blocks=pick(look.finishes, blocks, c.enlist_blocks),
         enlist_after=pick(leaves, none, c.enlist_after),
         complete=complete,
         dropped=pick(look.finishes, ALL, pick(p.drops, look.leaver, c.dropped)),
