@@ -127,7 +127,7 @@ def agree_until_given_up(case: reference.Case, simulation: Simulation, result: r
 def records(simulation: Simulation) -> dict[str, Any]:
     """Status and per-request records as plain lists."""
     names = "arrival_ps", "first_scheduled_ps", "first_token_ps", "finish_ps"
-    names += "prompt_len", "num_preemptions", "recomputed_tokens", "hit_tokens", "output_tokens"
+    names += "prompt_len", "num_preemptions", "recomputed_tokens", "hit_tokens", "resumed_hit_tokens", "output_tokens"
     return {"status": simulation.status.name} | {name: getattr(simulation, name).tolist() for name in names}
 
 
@@ -143,7 +143,8 @@ def expected_records(case: reference.Case, result: reference.Result) -> dict[str
         "prompt_len": list(case.prompts),
         "num_preemptions": list(columns[5]),
         "recomputed_tokens": result.recomputed,
-        "hit_tokens": [0] * len(case.prompts),
+        "hit_tokens": [hit or 0 for hit in columns[6]],
+        "resumed_hit_tokens": list(columns[7]),
         "output_tokens": list(columns[8]),
     }
 

@@ -177,8 +177,8 @@ def with_shape(case: reference.Case, kind: Kind) -> reference.Case:
 
 def requests_of(case: reference.Case) -> Requests:
     """Whole picoseconds below 2251 s survive float64 seconds."""
-    arrival_s = np.array(case.arrivals_ps) / 1e12
-    return Requests(arrival_s, np.array(case.prompts), np.array(case.outputs), case.priorities)
+    arrivals, prompts, outputs = map(np.array, (case.arrivals_ps, case.prompts, case.outputs))
+    return Requests(arrivals / 1e12, prompts, outputs, case.priorities, case.segments, case.output_streams)
 
 
 def run_batch(cases: Sequence[reference.Case], kind: Kind, **options: Any) -> list[Simulation]:

@@ -68,7 +68,6 @@ def test_impossible_requests_are_refused(changes, options, key):
         {"enable_prefix_caching": True, "batching": "static"},
         {"policy": "sjf"},
         {"freed_unhashed_blocks": "back"},
-        {"freed_unhashed_blocks": "tail", "enable_prefix_caching": True},
         {"self_preemption": "stops"},
         {"self_preemption": "ends", "policy": "priority"},
         {"policy": "priority", "batching": "static"},

@@ -97,6 +97,7 @@ def prepare(settings: Settings, leap: bool, statistics: bool, trace: bool, room:
         static=engines[0].batching == "static",
         asynchronous=engines[0].overlaps,
         priority=by_priority,
+        tail=bool(tries) and engines[0].freed_unhashed_blocks == "tail",
         fenced=jax.default_backend() == "cpu",
         **rows,
     )

@@ -96,6 +96,7 @@ def _run(
     programs: dict[tuple, list[int]] = {}
     for i, engine in enumerate(settings.engine):
         kind = (engine.batching, engine.overlaps, engine.enable_prefix_caching, engine.by_priority)
+        kind += (engine.enable_prefix_caching and engine.freed_unhashed_blocks,)
         programs.setdefault((kind, 1), []).append(i)
     while programs:
         (kind, room), index = programs.popitem()
