@@ -95,8 +95,6 @@ def resolve(flags: EngineSettings) -> Resolved:
         ),
         "self_preemption": ("ends", "continues", "policy=priority" if flags.policy == "priority" else ""),
     }
-    caching = flags.enable_prefix_caching is not False and not barred["enable_prefix_caching"][2]
-    barred["freed_unhashed_blocks"] = ("tail", "front", "enable_prefix_caching=true" if caching else "")
     for key, (value, instead, because) in barred.items():
         if because and key in defaults and defaults[key].value == value:
             said = f"{show(value)} in {version.name} is not modelled together with {because}"

@@ -194,9 +194,7 @@ def with_shape(case: reference.Case, kind: Kind) -> reference.Case:
 def requests_of(case: reference.Case) -> Requests:
     """Whole picoseconds below 2251 s survive float64 seconds."""
     arrivals, prompts, outputs = map(np.array, (case.arrivals_ps, case.prompts, case.outputs))
-    return Requests(
-        arrivals / 1e12, prompts, outputs, case.priorities, segments=case.segments, output_stream=case.output_streams
-    )
+    return Requests(arrivals / 1e12, prompts, outputs, case.priorities, case.segments, case.output_streams)
 
 
 def run_batch(cases: Sequence[reference.Case], kind: Kind, **options: Any) -> list[Simulation]:

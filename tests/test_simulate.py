@@ -66,7 +66,6 @@ def test_impossible_requests_are_refused(changes, options, key):
         {"static_wait_s": -1.0},
         {"policy": "sjf"},
         {"freed_unhashed_blocks": "back"},
-        {"freed_unhashed_blocks": "tail", "enable_prefix_caching": True},
         {"self_preemption": "stops"},
         {"self_preemption": "ends", "policy": "priority"},
         {"policy": "priority", "batching": "static"},

@@ -51,7 +51,7 @@ SEGMENT, NODE, VISITOR, HOLD = 9, 3, 11, 3
 
 SINKS = 16  # cells that take the writes of what did not happen, one each so that no index occurs twice
 PRIORITY_SINKS = 32  # SINKS under the policy "priority"
-PREFIX_SINKS = 48
+PREFIX_SINKS, TAIL_SINKS = 48, 64  # the latter with Limits.tail
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Limits:
     nodes: int = 0  # prefix caching: nodes of the trie, rows for segments (0 for no caching) and for holds
     segments: int = 0
     holds: int = 0
+    tail: bool = False  # freed blocks without a key go to the tail of the free queue: vLLM before 0.33
 
     @property
     def arrivals(self) -> int:
@@ -132,7 +133,7 @@ class Limits:
 
     @property
     def visitor_rows(self) -> int:
-        return self.node_rows + self.nodes * NODE
+        return self.node_rows + (self.nodes + self.tail) * NODE  # the last node stands for blocks without a key
 
     @property
     def hold_rows(self) -> int:
@@ -144,7 +145,7 @@ class Limits:
 
     @property
     def prefix_memory(self) -> int:
-        return self.prefix_sinks + PREFIX_SINKS
+        return self.prefix_sinks + (TAIL_SINKS if self.tail else PREFIX_SINKS)
 
     @property
     def tops(self) -> int:

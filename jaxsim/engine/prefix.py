@@ -1,7 +1,9 @@
 """The prefix cache by runs of blocks, and the free queue in LRU order.
 
 Rules: vLLM 0.33.0, v1/core/kv_cache_manager.py, block_pool.py and kv_cache_utils.py. Only unhashed blocks go to the
-front of the free queue, so it is always [anonymous blocks][hashed segments]: a number, and a linked list.
+front of the free queue, so it is always [anonymous blocks][hashed segments]: a number, and a linked list. Before 0.33
+they went to the tail (Limits.tail): then the number is of blocks never used, and freed ones are segments of a node that
+is nobody's.
 
 A *segment* is a run of physical blocks of one node (see chains.py) with one reference count; its blocks stand from the
 last to the first in the queue. The segments of a node form a list of copies in the order of their registration, in
@@ -162,7 +164,7 @@ def work(
         row(limits.segment_rows, c.segment_free, SEGMENT)[QUEUE_NEXT],
         row(limits.hold_rows, c.hold_free, HOLD)[2],
     )
-    changes = fence(on, lambda: change(size, c, view))
+    changes = fence(on, lambda: change(limits, size, c, view))
     result, index, value, freed = fence(on, lambda: carry_out(limits, size, now, c, view, changes))
     memory = memory.at[index].set(value, unique_indices=True, mode="promise_in_bounds")
     return result._replace(memory=memory), freed

@@ -98,6 +98,7 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
         priority=by_priority,
         inflow=engines[0].max_queued_requests is not None,
         swap=engines[0].preemption_mode == "swap",
+        tail=bool(tries) and engines[0].freed_unhashed_blocks == "tail",
         fenced=jax.default_backend() == "cpu",
         **rows,
     )

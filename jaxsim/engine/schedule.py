@@ -1,7 +1,7 @@
 """The decisions of schedule(): who leaves, which prompt goes on, who is admitted.
 
-The rules are those of vLLM 0.33.0 (v1/core/sched/scheduler.py); priority.py says what the policy "priority" changes.
-Under FCFS running requests are always ahead of waiting ones in the order of arrival. Three things follow:
+The rules are those of vLLM 0.33.0 (v1/core/sched/scheduler.py); priority.py and plan.py say what the policy "priority"
+changes. Under FCFS running requests are always ahead of waiting ones in the order of arrival. Three things follow:
 - the victim of a preemption is the top of the stack of admissions, and the preempted stand in front of the queue;
 - the requests that cannot get a block are the last ones, so all decodes may be scheduled as one count, before the
   prompts in progress, and requests are preempted until what remains fits;
@@ -30,7 +30,7 @@ from jaxsim.engine.layout import (
     Knobs,
     Limits,
 )
-from jaxsim.engine.priority import Outcome, plan, wish
+from jaxsim.engine.plan import Outcome, revised, wish
 from jaxsim.engine.state import State
 
 
@@ -252,7 +252,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         decided = scheduling & (fits | pops)
         plans = decided & wanted.plans & ~pops
         outcome = Outcome(decided, pops, passes, decodes_fit, in_prompt, victim_computed, chunk, chunk_blocks)
-        queue = plan(limits, knobs, s.queue, look, wanted, outcome)
+        queue = revised(limits, knobs, s.queue, look, wanted, outcome)
     if limits.threshold:
         rest: Any = jnp.where(queue.planned, queue.tokens, left) if limits.priority else left
         cursor = jnp.where(passes & look.prompted, jnp.where(rest > 0, row[NEXT], NONE), cursor)

@@ -38,7 +38,7 @@ from jaxsim.engine.cache import (
     View,
     count,
 )
-from jaxsim.engine.layout import HOLD, NODE, NONE, PREFIX_SINKS, SEGMENT, VISITOR, Limits
+from jaxsim.engine.layout import HOLD, NODE, NONE, SEGMENT, VISITOR, Limits
 
 
 class Change(NamedTuple):
@@ -57,6 +57,8 @@ class Change(NamedTuple):
     detaches: jax.Array  # bool: the request neither owns a node nor is eager any more
     leaves_eager: jax.Array  # bool: it was
     unhashed: jax.Array  # its blocks without a key
+    spills: jax.Array | None  # with Limits.tail, bool: they become a segment at the tail of the queue
+    grows: jax.Array | None  # bool: or part of the one that is there
     extends: jax.Array  # bool: a segment is raised to turn.stop
     adds: jax.Array  # bool: a new segment for [turn.start, turn.stop)
     moves_on: jax.Array  # bool: the next block is in the next node
@@ -87,7 +89,7 @@ class Change(NamedTuple):
     enlists: jax.Array  # bool: the request is entered before it
 
 
-def change(size: jax.Array, c: Cache, v: View) -> Change:
+def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     """Decide on one operation."""
     pick, job, turn, s, o, at = jnp.where, v.job, v.turn, v.segment, v.other, v.at
     mine, hold, path, node, node_end, further = v.mine, v.hold, v.path, v.node, v.node_end, v.further
@@ -107,19 +109,27 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
 
     # Release; the segment that gets the last blocks to register may be given back at once.
     last_registration = turn.registers & ~turn.for_owner & (turn.stop >= turn.target)
-    pops = job.releasing & (~turn.registers | (last_registration & extends & (s[COPY_NEXT] == NONE)))
+    at_once = last_registration & extends & (s[COPY_NEXT] == NONE) & (not limits.tail)
+    pops = job.releasing & (~turn.registers | at_once)
     registered = pick(turn.registers, turn.stop, mine[REGISTERED])
     high = pick(extends, turn.stop, s[HI])
+    detaches = pops & ~c.detached
+    unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
     has_hold = pops & (top != NONE)
+    spills, grows = None, None
+    if limits.tail:
+        # These are an operation of their own; before an empty queue they are as good as in front.
+        has_hold = has_hold & (unhashed == 0)
+        queued = (unhashed > 0) & (c.queue_tail != NONE)
+        grows = queued & (o[OF] == limits.nodes)
+        spills = queued & ~grows
     last_holder = has_hold & (s[REF] == 1)
     neighbours = (o[COPY_NEXT] == at) | (o[COPY_PREV] == at)
     merges = last_holder & (c.queue_tail != NONE) & (o[OF] == s[OF]) & (o[LO] == high) & neighbours
     appends = last_holder & ~merges
     hold_ends = has_hold & (s[LO] <= hold[1])
     released = pops & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
-    detaches = pops & ~c.detached
     leaves_eager = detaches & (mine[MODE] == EAGER)
-    unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
 
     # Search: pieces of the chain along the copies of the node.
     visit = job.searching & (c.position < c.limit) & ~turn.for_owner
@@ -175,6 +185,8 @@ def change(size: jax.Array, c: Cache, v: View) -> Change:
         detaches,
         leaves_eager,
         unhashed,
+        spills,
+        grows,
         extends,
         adds,
         moves_on,
@@ -313,7 +325,15 @@ def carry_out(
         (d.enlists, leaver_cell + BLOCKS, c.enlist_blocks),
         (d.enlists & (c.enlist_after != NONE), mine_cell + LEAVER_NEXT, c.enlist),
     ]
-    assert len(cells) <= PREFIX_SINKS
+    anonymous = c.anonymous - d.plain + d.unhashed
+    if d.spills is not None and d.grows is not None:
+        row = [(OF, jnp.int32(limits.nodes)), (LO, jnp.int32(0)), (HI, d.unhashed), (REF, jnp.int32(0))]
+        row += [(QUEUE_PREV, c.queue_tail), *((name, none) for name in (QUEUE_NEXT, COPY_PREV, COPY_NEXT, BELOW))]
+        cells += [(d.spills, new_cell + name, value) for name, value in row]
+        cells.append((d.spills, segment_cell(c.queue_tail, QUEUE_NEXT), new))
+        cells.append((d.grows, segment_cell(c.queue_tail, HI), v.other[HI] + d.unhashed))
+        anonymous = anonymous - pick(d.spills | d.grows, d.unhashed, 0)
+    assert len(cells) <= limits.prefix_memory - limits.prefix_sinks
     eager_first = pick(d.leaves_eager & (mine[EAGER_PREV] == NONE), mine[EAGER_NEXT], c.eager_first)
     eager_first = pick(d.inserts & (c.insert_after == NONE), c.insert, eager_first)
     eager_last = pick(d.leaves_eager & (mine[EAGER_NEXT] == NONE), mine[EAGER_PREV], c.eager_last)
@@ -328,13 +348,16 @@ def carry_out(
     queue_tail = pick(d.unqueues & (s[QUEUE_NEXT] == NONE), s[QUEUE_PREV], queue_tail)
     queue_tail = pick(queued_cut & (s[QUEUE_NEXT] == NONE), new, queue_tail)
     queue_tail = pick(d.appends, at, queue_tail)
+    if d.spills is not None:
+        needs_segment = needs_segment | d.spills
+        queue_tail = pick(d.spills, new, queue_tail)
     recycled, recycled_hold = needs_segment & (c.segment_free != NONE), pushes & (c.hold_free != NONE)
     walk = pick((job.walking & ~turn.registers) | (d.leaves_eager & (c.walk == me)), mine[EAGER_NEXT], c.walk)
     # Who enters the list may still have its turn in this iteration.
     walk = pick(d.inserts & ((walk == NONE) | (walk > c.insert)), c.insert, walk)
     segment_free = pick(unlinks_copy, at, pick(recycled, v.spare, c.segment_free))
     result = c._replace(
-        anonymous=c.anonymous - d.plain + d.unhashed,
+        anonymous=anonymous,
         queue_head=queue_head,
         queue_tail=queue_tail,
         segment_free=segment_free,

@@ -74,7 +74,7 @@ class EngineConfig:
     batching: str = "continuous"
     static_padding: bool = False  # static batching bills every row of a batch until the batch ends
     static_wait_s: float = 0.0  # static batching waits at most this long, from the head's arrival, for a full batch
-    # What vLLM 0.33 does otherwise than 0.11 and 0.20, where these were False, "tail" and "ends".
+    # Where vLLM 0.11 and 0.20 differ from 0.33: there these are False, "tail" and "ends".
     lone_request_without_threshold: bool = True  # a request alone in the engine is not cut to the prefill threshold
     freed_unhashed_blocks: str = "front"  # where in the free queue blocks that hold no full prefix go
     self_preemption: str = "continues"  # policy priority: what pass 1 does when a request preempted itself
@@ -125,9 +125,6 @@ class EngineConfig:
             raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.freed_unhashed_blocks not in ("front", "tail"):
             raise ConfigError("engine.freed_unhashed_blocks", self.freed_unhashed_blocks, "must be front or tail")
-        if self.freed_unhashed_blocks == "tail" and self.enable_prefix_caching:
-            allowed = "must be front with enable_prefix_caching=true: the order of the tail is not modelled"
-            raise ConfigError("engine.freed_unhashed_blocks", "tail", allowed)
         if self.self_preemption not in ("continues", "ends"):
             raise ConfigError("engine.self_preemption", self.self_preemption, "must be continues or ends")
         if self.self_preemption == "ends" and self.by_priority:
