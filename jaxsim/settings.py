@@ -185,6 +185,14 @@ class RuntimeSettings:
 
 
 @dataclass(frozen=True)
+class StoreSettings:
+    """Where finished simulations are kept, and further stores to take some from."""
+
+    path: str | None = text("auto", optional=True)
+    merge: tuple[str, ...] | None = text(None, many="either", optional=True)
+
+
+@dataclass(frozen=True)
 class EvaluateSettings:
     load_rps: tuple[float, ...] | None = number(None, above=True, many="either", optional=True)
     clients: tuple[int, ...] | None = integer(None, many="either", optional=True)
@@ -215,6 +223,7 @@ GROUPS: dict[str, type] = {
     "search": SearchSettings,
     "tracking": TrackingSettings,
     "runtime": RuntimeSettings,
+    "store": StoreSettings,
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,
     "prefix_cache": PrefixCacheSettings,

@@ -24,3 +24,11 @@ def data() -> Path:
     if not folder:
         pytest.skip("JAXSIM_DATA is not set: no traces or measurements to test against")
     return Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch) -> None:
+    """No test sees the simulations that the user, or another test, has kept."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    monkeypatch.setenv("LOCALAPPDATA", folder)

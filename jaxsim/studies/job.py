@@ -11,8 +11,11 @@ from rich.console import Console
 from jaxsim import settings as schema
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
+from jaxsim.results.store import open_store
+from jaxsim.search.evaluate import Evaluate, Simulator
 from jaxsim.search.replicates import Replicates, replicates
 from jaxsim.search.space import Server
+from jaxsim.search.stored import Keys, StoredEvaluate
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
 from jaxsim.workload import workload_from_config
@@ -32,6 +35,7 @@ class Job:
     folder: Path
     console: Console
     group: str | None = None  # of runs that belong together
+    stored: StoredEvaluate | None = None  # the store in use
     start: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -65,6 +69,16 @@ class Job:
     def runtime(self) -> RuntimeSettings:
         return self.groups["runtime"]
 
+    def evaluate(self) -> Evaluate:
+        """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""
+        simulator = Simulator(self.replicates, self.slo, self.search, self.runtime.lanes)
+        store = open_store(self.groups["store"])
+        if store is None:
+            return simulator
+        about = {"model": self.server.model.name, "hardware": self.server.hardware.name}
+        self.stored = StoredEvaluate(simulator, store, Keys(self.replicates, self.slo, self.search), about)
+        return self.stored
+
     def track(self) -> Tracking:
         """Starts the W&B run."""
         tracking: TrackingSettings = self.groups["tracking"]
@@ -88,8 +102,15 @@ class Job:
         tracking.table("candidates", [plain(row) for row in tables["candidates"]])
         tracking.summary({key: value for key, value in plain(summary).items() if not isinstance(value, dict | list)})
         tracking.artifact("results", [self.folder / "summary.json", *files.values()])
-        for line in [f"results    {self.folder}", *(tracking.finish() or [])]:
+        for line in [*self._kept(), f"results    {self.folder}", *(tracking.finish() or [])]:
             self.console.print(line, soft_wrap=True)
+
+    def _kept(self) -> list[str]:
+        """The line about the store."""
+        if self.stored is None:
+            return []
+        self.stored.store.close()
+        return [f"store      {self.stored.store.path}: {self.stored.found:,} found in it, {self.stored.made:,} added"]
 
     def seconds(self) -> float:
         return time.monotonic() - self.start

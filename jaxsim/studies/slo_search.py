@@ -11,7 +11,6 @@ from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.serve import vllm_serve
 from jaxsim.search.capacity import CapacitySearch, Found, choose
-from jaxsim.search.evaluate import Simulator
 from jaxsim.search.figures import limited_by, number_of_instances, over_seeds, percentiles
 from jaxsim.search.slo import limits_ms
 from jaxsim.search.space import Candidate, Space
@@ -32,9 +31,8 @@ def run(job: Job) -> None:
     space = Space.of(job.server, search)
     grid = space.grid()
     candidates = [candidate for candidate in grid if candidate.engine is not None]
-    simulator = Simulator(job.replicates, slo, search, job.runtime.lanes)
     seeds = range(len(job.replicates.requests))
-    capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, simulator)
+    capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, job.evaluate())
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(grid)} settings, p{slo.percentile:g} of {_limits(job)}")
     interrupted = False
