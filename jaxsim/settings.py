@@ -172,7 +172,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class TrackingSettings:
-    mode: str = text("offline", choices=("online", "offline", "disabled"))
+    mode: str = text("offline", choices=("auto", "online", "offline", "disabled"))
     project: str = text("jaxsim")
     group: str | None = text(None, optional=True)
 

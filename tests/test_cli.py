@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxsim import __main__ as cli
+import jaxsim
 from jaxsim.composition import presets
 
 SMALL = [
@@ -19,22 +19,6 @@ SMALL = [
     "runtime.lanes=4",
     "runtime.compilation_cache=null",
 ]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs the command in this process, so that compiled engines are shared; returns (exit code, stdout, stderr)."""
-
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["jaxsim", *words])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capfd.readouterr()
-        return int(exit_.value.code or 0), out, err
-
-    return command
 
 
 def results(folder):
@@ -337,4 +321,4 @@ def test_the_command_runs_as_a_module_from_another_folder(tmp_path):
 
 
 def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(cli.__file__)))
+    return os.path.dirname(os.path.dirname(os.path.abspath(jaxsim.__file__)))

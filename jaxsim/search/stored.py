@@ -39,7 +39,7 @@ class Keys:
     def __init__(self, replicates: Replicates, slo: SloSettings, search: SearchSettings):
         self.replicates = replicates
         limits = {key: value for key, value in asdict(slo).items() if key not in NOT_THE_SLO}
-        self.judged = _digest(sources(), _bytes(limits), _bytes([getattr(search, key) for key in SEARCH_KEYS]))
+        self.judged = digest(sources(), _bytes(limits), _bytes([getattr(search, key) for key in SEARCH_KEYS]))
         self._settings: dict[Candidate, bytes] = {}
         self._requests: dict[int, tuple[Requests, bytes]] = {}  # by identity, which lasts as long as they are held
 
@@ -49,19 +49,19 @@ class Keys:
         if task.load_rps is not None:
             stretch = self.replicates.stretch(task.seed, task.load_rps, task.count)
         loop = _bytes([task.clients, float(stretch)])
-        return _digest(self.judged, self._setting(task.candidate), self._of(requests), loop)
+        return digest(self.judged, self._setting(task.candidate), self._of(requests), loop)
 
     def _setting(self, candidate: Candidate) -> bytes:
         if candidate not in self._settings:
             engine, cost = candidate.engine, candidate.cost
             assert engine is not None and cost is not None
             table = cost.table(engine.max_num_batched_tokens, engine.max_num_seqs)
-            self._settings[candidate] = _digest(_bytes(asdict(engine)), cost_digest(table, engine))
+            self._settings[candidate] = digest(_bytes(asdict(engine)), costdigest(table, engine))
         return self._settings[candidate]
 
     def _of(self, requests: Requests) -> bytes:
         if id(requests) not in self._requests:
-            self._requests[id(requests)] = requests, requests_digest(requests)
+            self._requests[id(requests)] = requests, requestsdigest(requests)
         return self._requests[id(requests)][1]
 
 
@@ -124,10 +124,10 @@ def sources() -> bytes:
             if name in ("*.py", entry)
             for part in (entry.encode(), (where / entry).read_bytes())
         ]
-    return _digest(*parts)
+    return digest(*parts)
 
 
-def cost_digest(table: CostTable, engine: EngineConfig) -> bytes:
+def costdigest(table: CostTable, engine: EngineConfig) -> bytes:
     """Digest of what a setting can see of a table. A static batch is bounded by no budget and sees all of it."""
     parts = []
     for name, value in sorted(vars(table).items()):
@@ -137,20 +137,20 @@ def cost_digest(table: CostTable, engine: EngineConfig) -> bytes:
                 seen = getattr(engine, BOUNDS[name]) + 1
             value = value[:seen].astype(np.int64).tobytes()
         parts += [name.encode(), value if isinstance(value, bytes) else _bytes(value)]
-    return _digest(*parts)
+    return digest(*parts)
 
 
-def requests_digest(requests: Requests) -> bytes:
+def requestsdigest(requests: Requests) -> bytes:
     parts = [np.asarray(requests.arrival_s, np.float64).tobytes()]
     parts += [np.asarray(field, np.int64).tobytes() for field in (requests.prompt_len, requests.output_len)]
-    return _digest(*parts, *map(_bytes, requests[3:]))
+    return digest(*parts, *map(_bytes, requests[3:]))
 
 
 def _bytes(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=lambda other: other.tolist()).encode()  # NumPy's
 
 
-def _digest(*parts: bytes) -> bytes:
+def digest(*parts: bytes) -> bytes:
     """128 bits; each part goes in with its length, so that no two lists of parts read the same."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:

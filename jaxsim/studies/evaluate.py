@@ -16,6 +16,7 @@ from jaxsim.search.replicates import warmup_share
 from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
 
+LATENCIES = ("ttft", "tpot", "e2el")  # drawn against the load
 HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate")
 
 
@@ -65,9 +66,13 @@ def run(job: Job) -> None:
         mine = [runs[i] for i in range(index * seeds, (index + 1) * seeds) if i in runs]
         if mine:
             rows.append(_row(job, key, point, mine))
-    for row in rows:
-        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)})
+    for step, row in enumerate(rows):
+        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)}, step)
         _show(job, key, row)
+    if len(rows) > 1:
+        for name in LATENCIES:
+            lines = {f"{part} {name}": [row[f"{part}_{name}_ms"] for row in rows] for part in ("p50", "p95", "p99")}
+            tracking.curves(f"curves/{name}_ms", f"{name} in ms", key, [row[key] for row in rows], lines)
     tables = {"candidates": [{name: value for name, value in row.items() if name != "ci95"} for row in rows]}
     try:
         if asked.series and not interrupted:

@@ -1,5 +1,6 @@
 """A command's settings, checked and turned into the things to simulate, and where its results go."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from jaxsim.results.store import open_store
 from jaxsim.search.evaluate import Evaluate, Simulator
 from jaxsim.search.replicates import Replicates, replicates
 from jaxsim.search.space import Server
-from jaxsim.search.stored import Keys, StoredEvaluate
+from jaxsim.search.stored import Keys, StoredEvaluate, digest, sources
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
 from jaxsim.workload import workload_from_config
 
+MEANS = ("runtime", "store", "tracking")  # groups that say how, not what
 OTHER_GROUPS = ("sweep", "model", "hardware", "workload")
 
 
@@ -82,7 +84,15 @@ class Job:
     def track(self) -> Tracking:
         """Starts the W&B run."""
         tracking: TrackingSettings = self.groups["tracking"]
-        return Tracking(tracking, self.settings, self.folder, self.sweep, self.group)
+        name = f"{self.sweep} {self.server.model.name} {self.server.hardware.name}"
+        return Tracking(
+            tracking, self.settings, self.folder, name=name, job_type=self.sweep, group=self.group, run_id=self.run_id()
+        )
+
+    def run_id(self) -> str:
+        """The same for every command that asks for the same: so a command that is run again continues its W&B run."""
+        asked = {key: value for key, value in self.settings.items() if key not in MEANS}
+        return digest(sources(), json.dumps(asked, sort_keys=True).encode()).hex()[:16]
 
     def finish(
         self, tracking: Tracking, summary: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -100,8 +110,10 @@ class Job:
             tracking.finish()
             raise unwritable(f"hydra.{'sweep' if self.group else 'run'}.dir", self.folder, error) from None
         tracking.table("candidates", [plain(row) for row in tables["candidates"]])
-        tracking.summary({key: value for key, value in plain(summary).items() if not isinstance(value, dict | list)})
-        tracking.artifact("results", [self.folder / "summary.json", *files.values()])
+        flat = {**summary} | {f"{key}_ci95": half_width for key, half_width in summary.get("ci95", {}).items()}
+        tracking.summary({key: value for key, value in plain(flat).items() if not isinstance(value, dict | list)})
+        config = self.folder / ".hydra" / "config.yaml"
+        tracking.artifact("results", [config, self.folder / "summary.json", *files.values()])
         for line in [*self._kept(), f"results    {self.folder}", *(tracking.finish() or [])]:
             self.console.print(line, soft_wrap=True)
 

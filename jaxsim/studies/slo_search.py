@@ -9,12 +9,15 @@ from jaxsim.errors import ConfigError
 from jaxsim.memory import requests_that_fit
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
+from jaxsim.results.files import plain
+from jaxsim.results.heatmap import heat_map
 from jaxsim.results.serve import vllm_serve
 from jaxsim.search.capacity import CapacitySearch, Found, choose
 from jaxsim.search.figures import limited_by, number_of_instances, over_seeds, percentiles
 from jaxsim.search.slo import limits_ms
 from jaxsim.search.space import Candidate, Space
 from jaxsim.settings import SEARCHED, show
+from jaxsim.studies.history import line
 from jaxsim.studies.job import Job
 
 COLUMNS = {"load": "load_rps", "clients": "clients"}
@@ -41,13 +44,18 @@ def run(job: Job) -> None:
             while not capacity.done:
                 bar.expect(capacity.remaining(), f"round {capacity.rounds + 1}")
                 capacity.round(bar.advance)
-                tracking.log(_round(capacity))
+                found = job.stored.found if job.stored else 0
+                tracking.log(plain(line(capacity, job.seconds(), found)), capacity.rounds)
             bar.expect(0, f"{capacity.rounds} rounds")
         except KeyboardInterrupt:
             interrupted = True
     rows, found = _rows(job, grid, capacity)
     summary = _summary(job, capacity, rows, found, interrupted)
     _show(job, rows, summary)
+    for name in [name for name in COLUMNS.values() if any(row.get(name) for row in rows)]:
+        tracking.picture(
+            f"maps/{name}", heat_map(f"largest {name}", rows, "max_num_seqs", "max_num_batched_tokens", name)
+        )
     job.finish(tracking, summary, {"candidates": rows})
     if interrupted:
         raise KeyboardInterrupt
@@ -58,14 +66,6 @@ def run(job: Job) -> None:
 
 def _limits(job: Job) -> str:
     return ", ".join(f"{name.upper()} <= {limit:g} ms" for name, limit in limits_ms(job.slo).items())
-
-
-def _round(capacity: CapacitySearch) -> dict[str, Any]:
-    """A line of the history: how far the searches are."""
-    line = {"round": capacity.rounds, "simulations": capacity.simulations}
-    for kind, ladder in capacity.ladders.items():
-        line |= {f"{kind}_open": int(ladder.open.sum()), f"{kind}_best": float(ladder.values().max())}
-    return line
 
 
 def _rows(
