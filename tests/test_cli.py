@@ -165,6 +165,59 @@ def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
     assert all(float(row["load_rps"]) > 0 for row in rows)
 
 
+def test_a_search_is_finished_by_running_it_again(run, tmp_path, monkeypatch):
+    """What was simulated before the interrupt is found, the rest is made; a third run simulates nothing."""
+    from jaxsim.search import evaluate
+
+    simulated, rounds = [], []
+
+    def counting(requests, *args, **options):
+        rounds.append(1)
+        if len(rounds) == 4:
+            raise KeyboardInterrupt
+        simulated.append(len(requests))
+        return simulate_many(requests, *args, **options)
+
+    simulate_many = evaluate.simulate_many
+    monkeypatch.setattr(evaluate, "simulate_many", counting)
+    words = ["+sweep=slo_search", "tracking=disabled", *SMALL]
+    assert run(*words, "hydra.run.dir=broken")[0] == 130
+    before = sum(simulated)
+    code, out, _ = run(*words, "hydra.run.dir=whole", "runtime.lanes=3")  # lanes are no part of a simulation
+    whole = results(tmp_path / "whole")
+    total = whole[0]["simulations"]
+    assert code == 0 and f"{before:,} found in it, {total - before:,} added" in out and sum(simulated) == total
+    calls = len(rounds)
+    code, out, _ = run(*words, "hydra.run.dir=again")
+    assert code == 0 and f"{total:,} found in it, 0 added" in out and len(rounds) == calls
+    assert run(*words, "hydra.run.dir=unkept", "store.path=null")[0] == 0 and len(rounds) > calls
+    for name in ("again", "unkept"):
+        summary, rows = results(tmp_path / name)
+        assert rows == whole[1] and summary | {"seconds": 0} == whole[0] | {"seconds": 0}
+
+
+def test_a_store_that_cannot_be_written_is_said_before_anything_is_simulated(run, tmp_path, monkeypatch):
+    from jaxsim.search import evaluate
+
+    monkeypatch.setattr(evaluate, "simulate_many", None)
+    (tmp_path / "list.txt").write_text("no store " * 1000)
+    words = ["+sweep=slo_search", "tracking=disabled", *SMALL]
+    code, _, err = run(*words, "store.path=list.txt")
+    assert code == 2 and err == "store.path=list.txt: must be a store that can be written (file is not a database)\n"
+    code, _, err = run(*words, "store.path=list.txt/store.sqlite")
+    assert code == 2 and err.startswith("store.path=list.txt/store.sqlite: must be a store that can be written (")
+    code, _, err = run(*words, "store.merge=[nowhere.sqlite]")
+    assert code == 2 and err.startswith("store.merge=nowhere.sqlite: must be a store of simulations (")
+
+
+def test_without_a_place_for_the_store_a_search_goes_on(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, out, err = run("+sweep=slo_search", "tracking=disabled", "hydra.run.dir=made", *SMALL)
+    assert code == 0 and "vllm serve" in out and "found in it" not in out
+    assert err == "warning: simulations are not kept: Not a directory; store.path=FILE keeps them there\n"
+
+
 def test_an_interrupted_first_round_says_nothing_about_capacity(run, tmp_path, monkeypatch):
     from jaxsim.search import evaluate
 
