@@ -185,6 +185,19 @@ class RuntimeSettings:
 
 
 @dataclass(frozen=True)
+class LauncherSettings:
+    """Which machines simulate, and which share of the settings."""
+
+    kind: str = text("local", choices=("local", "ray"))
+    shard: str | None = text(None, optional=True)
+    address: str | None = text(None, optional=True)
+    num_cpus: int | None = integer(None, high=65536, optional=True)
+    num_gpus: int | None = integer(None, low=0, high=1024, optional=True)
+    batch: int | None = integer(None, optional=True)
+    max_retries: int = integer(5, low=-1)
+
+
+@dataclass(frozen=True)
 class StoreSettings:
     """Where finished simulations are kept, and further stores to take some from."""
 
@@ -223,6 +236,7 @@ GROUPS: dict[str, type] = {
     "search": SearchSettings,
     "tracking": TrackingSettings,
     "runtime": RuntimeSettings,
+    "launcher": LauncherSettings,
     "store": StoreSettings,
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,

@@ -13,15 +13,16 @@ from jaxsim import settings as schema
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.results.store import open_store
+from jaxsim.search.cluster import launched
 from jaxsim.search.evaluate import Evaluate, Simulator
 from jaxsim.search.replicates import Replicates, replicates
-from jaxsim.search.space import Server
+from jaxsim.search.space import Candidate, Server
 from jaxsim.search.stored import Keys, StoredEvaluate, digest, sources
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
 from jaxsim.workload import workload_from_config
 
-MEANS = ("runtime", "store", "tracking")  # groups that say how, not what
+MEANS = ("launcher", "runtime", "store", "tracking")  # groups that say how, not what
 OTHER_GROUPS = ("sweep", "model", "hardware", "workload")
 
 
@@ -75,11 +76,25 @@ class Job:
         """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""
         simulator = Simulator(self.replicates, self.slo, self.search, self.runtime.lanes)
         store = open_store(self.groups["store"])
+        carried_out = launched(self.groups["launcher"], self.runtime, simulator)
         if store is None:
-            return simulator
+            return carried_out
         about = {"model": self.server.model.name, "hardware": self.server.hardware.name}
-        self.stored = StoredEvaluate(simulator, store, Keys(self.replicates, self.slo, self.search), about)
+        self.stored = StoredEvaluate(carried_out, store, Keys(self.replicates, self.slo, self.search), about)
         return self.stored
+
+    def share(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Every n-th, from the i-th on, where `launcher.shard` is i/n; else all. Raises `ConfigError`."""
+        shard = self.groups["launcher"].shard
+        if shard is None:
+            return list(candidates)
+        place, _, count = shard.partition("/")
+        if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+            raise ConfigError("launcher.shard", shard, "must be i/n with i from 1 to n, as in 1/8, or null")
+        if int(count) > len(candidates):
+            allowed = f"must have at most {len(candidates)} shards, the number of settings"
+            raise ConfigError("launcher.shard", shard, allowed)
+        return list(candidates[int(place) - 1 :: int(count)])
 
     def track(self) -> Tracking:
         """Starts the W&B run."""

@@ -32,7 +32,7 @@ def run(job: Job) -> None:
     if not limits_ms(slo):
         raise ConfigError("slo.ttft_ms", "null", "must be a number unless slo.tpot_ms or slo.e2el_ms is one")
     space = Space.of(job.server, search)
-    grid = space.grid()
+    grid = job.share(space.grid())
     candidates = [candidate for candidate in grid if candidate.engine is not None]
     seeds = range(len(job.replicates.requests))
     capacity = CapacitySearch(candidates, seeds, job.replicates.count, search, job.evaluate())
