@@ -81,17 +81,19 @@ def test_what_a_dead_machine_had_is_done_again(nodes, tmp_path):
 
     def slow(requests: Any, *_: Any, stretch: list[float], on_done: Any, **__: Any) -> list[Any]:
         (tmp_path / f"{stretch[0]}.{os.getpid()}.{time.time_ns()}").touch()
-        time.sleep(0.5)
+        time.sleep(1)
         for place, factor in enumerate(stretch):
             on_done(place, make([100.0 * factor] * 20))
         return []
 
-    asked, killed = tasks(12), []
+    asked, killed = tasks(6), []
 
     def kill(*_: Any) -> None:
         if not killed:
-            killed.append(time.sleep(0.25))
+            while len(list(tmp_path.iterdir())) < 3:  # one has ended, both machines are busy
+                time.sleep(0.01)
             nodes.remove_node(nodes.workers[1], allow_graceful=False)
+            killed.append(True)
 
     inner = simulator(simulate=slow)
     outcomes = Cluster(LauncherSettings("ray", batch=1), RUNTIME, inner)(asked, kill)
