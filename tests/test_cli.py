@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -194,6 +195,34 @@ def test_a_search_is_finished_by_running_it_again(run, tmp_path, monkeypatch):
     for name in ("again", "unkept"):
         summary, rows = results(tmp_path / name)
         assert rows == whole[1] and summary | {"seconds": 0} == whole[0] | {"seconds": 0}
+
+
+def test_shards_are_merged(run, tmp_path):
+    """Each has every second setting and a store of its own; all together they leave little to simulate."""
+    words = ["+sweep=slo_search", "tracking=disabled", *SMALL]
+    for place in (1, 2):
+        shard = [f"launcher.shard={place}/2", f"store.path=parts/{place}.sqlite", f"hydra.run.dir=part{place}"]
+        assert run(*words, *shard)[0] == 0
+        _, rows = results(tmp_path / f"part{place}")
+        assert [row["max_num_seqs"] for row in rows] == [("8", "64")[place - 1]]
+    code, out, _ = run(*words, "store.merge=parts/*.sqlite", "hydra.run.dir=whole")
+    assert code == 0
+    found, added = (int(re.findall(rf"([\d,]+) {word}", out)[0].replace(",", "")) for word in ("found in it", "added"))
+    assert found > 10 * added
+    assert run(*words, "store.path=null", "hydra.run.dir=sole")[0] == 0
+    (summary, rows), (sole, expected) = results(tmp_path / "whole"), results(tmp_path / "sole")
+    assert rows == expected and summary | {"seconds": 0} == sole | {"seconds": 0}
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1of2", "1/2/3", "a/b", "-1/2"])
+def test_a_shard_that_is_none(run, shard):
+    code, _, err = run("+sweep=slo_search", f"launcher.shard={shard}", *SMALL)
+    assert code == 2 and err == f"launcher.shard={shard}: must be i/n with i from 1 to n, as in 1/8, or null\n"
+
+
+def test_there_are_no_more_shards_than_settings(run):
+    code, _, err = run("+sweep=slo_search", "launcher.shard=1/3", *SMALL)
+    assert code == 2 and err == "launcher.shard=1/3: must have at most 2 shards, the number of settings\n"
 
 
 def test_a_store_that_cannot_be_written_is_said_before_anything_is_simulated(run, tmp_path, monkeypatch):
