@@ -160,6 +160,15 @@ class SearchSettings:
     scheduler_reserve_full_isl: tuple[bool, ...] | None = flag(None, many="list", optional=True)
     enable_prefix_caching: tuple[bool, ...] | None = flag(None, many="list", optional=True)
     async_scheduling: tuple[bool, ...] | None = flag(None, many="list", optional=True)
+    strategy: str = text("grid", choices=("grid", "random", "sobol", "latin", "cem", "es", "cmaes"))
+    settings: int | None = integer(None, optional=True)
+    population: int | None = integer(None, low=2, optional=True)
+    halving: int | None = integer(None, low=2, high=100, optional=True)
+    max_simulations: int | None = integer(None, optional=True)
+    max_seconds: float | None = number(None, above=True, optional=True)
+    max_seeds: int | None = integer(20, high=1000, optional=True)
+    indifference: float = number(0.05, high=1)
+    confidence: float = number(0.95, low=0.5, high=0.9999)
     load: bool = flag(True)
     concurrency: bool = flag(True)
     seeds: int = integer(10, high=1000)
@@ -226,11 +235,30 @@ class PrefixCacheSettings:
     load_rps: float | None = number(None, above=True, optional=True)
 
 
+@dataclass(frozen=True)
+class ParetoSettings:
+    shares: tuple[float, ...] = number(
+        (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), above=True, high=2, many="list"
+    )
+
+
 SEARCHED = tuple(
     entry.name for entry in dataclasses.fields(SearchSettings) if entry.name in EngineSettings.__dataclass_fields__
 )
 
+# What the server runs with now, to compare with: any searched key, null = as in `engine`.
+BaselineSettings = dataclasses.make_dataclass(
+    "BaselineSettings",
+    [
+        (key, Any, field(default=None, metadata={"rule": dataclasses.replace(rule, optional=True)}))
+        for key in SEARCHED
+        for rule in [EngineSettings.__dataclass_fields__[key].metadata["rule"]]
+    ],
+    frozen=True,
+)
+
 GROUPS: dict[str, type] = {
+    "baseline": BaselineSettings,
     "engine": EngineSettings,
     "slo": SloSettings,
     "search": SearchSettings,
@@ -241,6 +269,7 @@ GROUPS: dict[str, type] = {
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,
     "prefix_cache": PrefixCacheSettings,
+    "pareto": ParetoSettings,
 }
 
 

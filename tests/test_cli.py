@@ -44,7 +44,10 @@ def test_hydras_own_flags_work(run):
     ("words", "expected"),
     [
         (["sweep=slo_search"], "sweep=slo_search: needs a plus: +sweep=slo_search"),
-        (["+sweep=nothing"], "sweep=nothing: no such preset; must be one of evaluate, prefix_cache, slo_search"),
+        (
+            ["+sweep=nothing"],
+            "sweep=nothing: no such preset; must be one of evaluate, pareto, prefix_cache, slo_search",
+        ),
         (["model=llama9"], "model=llama9: no such preset; must be one of deepseek_v3, llama3_1_70b"),
         (["engine.max_num_seq=3"], "engine.max_num_seq=3: no such key, did you mean max_num_seqs?"),
         (["+engine.foo=3"], "engine.foo=3: no such key."),
@@ -69,8 +72,12 @@ def test_hydras_own_flags_work(run):
         (["engine.enable_chunked_prefill=false"], "must be at least max_model_len=16384"),
         (["engine.max_model_len=1000"], "workload.too_long=error: "),
         (["engine=null"], "engine=null: no such preset; must be one of vllm"),
-        (["search.seeds=2", "search=5"], "search=5: no such preset; must be one of grid"),
+        (["search.seeds=2", "search=5"], "search=5: no such preset; must be one of cem, cmaes"),
         (["engine=5"], "engine=5: no such preset; must be one of vllm"),
+        (["search.max_num_seqs=8.."], "search.max_num_seqs=8..: is no range; must be a list"),
+        (["search.strategy=best"], "search.strategy=best: must be one of grid, random, sobol"),
+        (["+search.gpu=1"], "search.gpu=1: no such key"),
+        (["baseline.block_size=0"], "baseline.block_size=0: must be an integer from 1 up to 1024, or null"),
         (["slo.ttft_ms=${foo}"], "slo.ttft_ms=${foo}: Interpolation key 'foo' not found"),
         (["slo.ttft_ms=4,6"], "slo.ttft_ms=4,6: must be one value: lists as '[1,2]', several runs with --multirun"),
         (["engine.max_num_seqs=8"], "engine.max_num_seqs=8: is searched: use search.max_num_seqs=[8]"),
@@ -125,6 +132,38 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
     assert list(folder.glob("*.wandb"))
     assert f"wandb sync {folder.relative_to(tmp_path)}" in out and "wandb leet" in out
+
+
+def test_any_key_is_searched_by_a_strategy_and_compared_with_a_baseline(run, tmp_path):
+    words = ["search=cem", "search.settings=3", "search.max_num_seqs=8..64:pow2", "search.block_size=[16,32]"]
+    words += ["baseline.max_num_seqs=4", "baseline.max_num_batched_tokens=2048", "hardware.price_per_hour=2"]
+    words += ["search.max_num_batched_tokens=[2048]", "tracking=disabled", "hydra.run.dir=made"]
+    code, out, err = run("+sweep=slo_search", *[word for word in SMALL if "max_num" not in word], *words)
+    assert code == 0, err
+    summary, rows = results(tmp_path / "made")
+    assert summary["strategy"] == "cem" and summary["settings"] == 3 and len(rows) == 4
+    assert rows[-1]["baseline"] == "True" and rows[-1]["max_num_seqs"] == "4" == str(
+        summary["baseline"]["max_num_seqs"]
+    )
+    assert summary["block_size"] in (16, 32) and "block_size=" in out and "baseline" in out
+    gain = summary["load_rps"] / float(rows[-1]["load_rps"]) - 1
+    assert summary["gain_over_baseline"] == pytest.approx(gain)
+    # 2 per hour and GPU.
+    cost = 2 / 3600 / summary["output_throughput"] * 1e6
+    assert summary["cost_per_million_output_tokens"] == pytest.approx(cost)
+    assert 0 <= summary["probability_best"] <= summary["probability_within_indifference"] <= 1
+
+
+def test_pareto_marks_what_no_other_point_beats(run, tmp_path):
+    words = ["pareto.shares=[0.2,0.8]", "tracking=disabled", "hydra.run.dir=made", "hardware.price_per_hour=2"]
+    code, out, err = run("+sweep=pareto", *SMALL, *words)
+    assert code == 0, err
+    summary, rows = results(tmp_path / "made")
+    assert len(rows) == 4 and summary["front_ttft"] and summary["front_interactivity"]
+    on = [row for row in rows if row["front_interactivity"] == "True"]
+    assert max(rows, key=lambda row: float(row["interactivity"])) in on
+    assert "Throughput per GPU against TTFT" in out
+    assert float(rows[0]["cost_per_million_output_tokens"]) > float(rows[1]["cost_per_million_output_tokens"])
 
 
 def test_a_setting_that_cannot_start_is_a_row_with_its_reason(run, tmp_path):

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -235,8 +236,8 @@ def replicates(arrival=(0.0, 1.0, 2.5), **fields) -> Replicates:
     return Replicates([Requests(np.array(arrival), **values)], [0.8], [0])
 
 
-def candidate(table: CostTable | None = None, **engine) -> Candidate:
-    values = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "num_gpu_blocks": 9, "max_model_len": 20} | engine
+def candidate(table: CostTable | None = None, **engine: Any) -> Candidate:
+    values = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "num_gpu_blocks": 9, "max_model_len": 20} | dict(engine)
     table = table or CostTable(step_ps=5, linear_ps=np.arange(9), decode_base_ps=np.arange(3))
     return Candidate({"max_num_seqs": 2}, EngineConfig(**values), None, cost=FixedCost(table))  # pyright: ignore
 
@@ -259,7 +260,9 @@ def test_everything_that_determines_an_outcome_is_in_its_key():
         key(load_rps=None, clients=2),
         key(load_rps=None, clients=3),
         *(key(candidate=candidate(table)) for table in tables),
-        *(key(candidate=candidate(**{name: 3})) for name in ("max_num_seqs", "num_gpu_blocks", "block_size")),
+        key(candidate=candidate(max_num_seqs=3)),
+        key(candidate=candidate(num_gpu_blocks=3)),
+        key(candidate=candidate(block_size=3)),
         key(slo=SloSettings(ttft_ms=100.0)),
         key(slo=SloSettings(percentile=95.0)),
         key(search=SearchSettings(warmup=0.2)),
@@ -283,8 +286,8 @@ def test_nothing_else_is_in_a_key():
         key(requests=dataclasses.replace(replicates(), rates_rps=[1.6]), load_rps=1.0),  # the same stretch
     ]
     assert set(same) == {key()}
-    static = {"batching": "static"}  # a static batch is bounded by no budget
-    assert key(candidate=candidate(longer, **static)) != key(candidate=candidate(**static))
+    # A static batch is bounded by no budget.
+    assert key(candidate=candidate(longer, batching="static")) != key(candidate=candidate(batching="static"))
 
 
 def test_every_setting_of_the_search_that_a_simulation_uses_is_in_the_key():

@@ -11,6 +11,7 @@ from rich.table import Table
 from jaxsim.metrics import Interval
 
 WIDTH = 120  # columns where the output is no terminal
+SHORT = {"max_num_seqs": "seqs", "max_num_batched_tokens": "tokens"}  # headings of columns
 LATENCIES = {"queue_wait": "queue wait", "ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
 
 

@@ -33,6 +33,19 @@ class Found(NamedTuple):
         """Whether every value is one: a seed that nothing was said about yet has none."""
         return self.finished or bool((self.values > 0).all())
 
+    def joined(self, other: "Found") -> "Found":
+        """Together with what was found for further seeds."""
+        values = np.concatenate([self.values, other.values])
+        return Found(
+            values=values,
+            interval=t_interval(values),
+            finished=self.finished and other.finished,
+            capped=self.capped or other.capped,
+            reason=self.reason or other.reason,
+            lowest=max(self.lowest, other.lowest),
+            outcomes=self.outcomes + other.outcomes,
+        )
+
 
 class CapacitySearch:
     """All searches side by side: each round is one call of `evaluate` with everything that is still open.

@@ -8,12 +8,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from jaxsim.errors import ConfigError
 from jaxsim.runtime import prepare
 from jaxsim.search.evaluate import Evaluate, OnDone, Outcome, Simulator, Task
 from jaxsim.settings import LauncherSettings, RuntimeSettings
+
+Item = TypeVar("Item")
 
 BATCHES = 4  # for each that can run at once, so that a fast machine takes more of them than a slow one
 LANES = 64  # at least so many simulations of a batch on each device
@@ -22,6 +24,25 @@ LANES = 64  # at least so many simulations of a batch on each device
 def launched(settings: LauncherSettings, runtime: RuntimeSettings, simulator: Simulator) -> Evaluate:
     """What carries tasks out as the launcher says. Raises `ConfigError` where there is no such cluster."""
     return simulator if settings.kind == "local" else Cluster(settings, runtime, simulator)
+
+
+class Shard(NamedTuple):
+    """One of `count` shares that together are everything; `place` is from 1 on."""
+
+    place: int
+    count: int
+
+    @classmethod
+    def of(cls, text: str | None) -> "Shard":
+        """From i/n; None is all there is. Raises `ConfigError`."""
+        place, _, count = (text or "1/1").partition("/")
+        if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
+            raise ConfigError("launcher.shard", text, "must be i/n with i from 1 to n, as in 1/8, or null")
+        return cls(int(place), int(count))
+
+    def mine(self, items: Sequence[Item], start: int = 0) -> list[Item]:
+        """Every n-th of a list, of which `items` are those from place `start` on."""
+        return [item for place, item in enumerate(items, start) if place % self.count == self.place - 1]
 
 
 class Cluster:

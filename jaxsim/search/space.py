@@ -139,11 +139,12 @@ class Space:
 
     server: Server
     values: Mapping[str, tuple]  # key -> values, [D]; at least max_num_seqs and max_num_batched_tokens
+    baseline: Mapping[str, Any] | None = None  # what the server runs with now: changes of its flags, to compare with
     _made: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
     _costs: dict[int, FixedCost] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, server: Server, search: SearchSettings) -> "Space":
+    def of(cls, server: Server, search: SearchSettings, baseline: Mapping[str, Any] | None = None) -> "Space":
         """The space of a search around a server. Raises `ConfigError` for a key that is both given and searched."""
         chosen = {key: getattr(search, key) for key in SEARCHED if getattr(search, key) is not None}
         for key in ("max_num_seqs", "max_num_batched_tokens"):
@@ -152,7 +153,7 @@ class Space:
                 allowed = f"is searched: use search.{key}=[{given}], or search.{key}=null"
                 raise ConfigError(f"engine.{key}", given, allowed)
         defaults = dict(zip(("max_num_seqs", "max_num_batched_tokens"), server.batch_defaults(), strict=True))
-        return cls(server, {key: (value,) for key, value in defaults.items()} | chosen)
+        return cls(server, {key: (value,) for key, value in defaults.items()} | chosen, baseline)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -189,8 +190,21 @@ class Space:
             self._made[point] = self._make(point)
         return self._made[point]
 
+    def baseline_candidate(self) -> Candidate | None:
+        """The baseline, with the values of all searched keys; vLLM's defaults where it gives none."""
+        if self.baseline is None:
+            return None
+        flags = dataclasses.replace(self.server.flags, **self.baseline)
+        defaults = dataclasses.replace(self.server, flags=flags).batch_defaults()
+        setting = dict(zip(("max_num_seqs", "max_num_batched_tokens"), defaults, strict=True))
+        return self._made_of({key: getattr(flags, key) for key in {**self.values, **self.baseline}} | setting)
+
     def _make(self, point: tuple[int, ...]) -> Candidate:
-        setting = {key: values[place] for (key, values), place in zip(self.values.items(), point, strict=True)}
+        return self._made_of(
+            {key: values[place] for (key, values), place in zip(self.values.items(), point, strict=True)}
+        )
+
+    def _made_of(self, setting: Mapping[str, Any]) -> Candidate:
         flags = dataclasses.replace(self.server.flags, **setting)
         try:
             made = dataclasses.replace(self.server, flags=flags).candidate(

@@ -13,10 +13,10 @@ from jaxsim import settings as schema
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.results.store import open_store
-from jaxsim.search.cluster import launched
+from jaxsim.search.cluster import Shard, launched
 from jaxsim.search.evaluate import Evaluate, Simulator
 from jaxsim.search.replicates import Replicates, replicates
-from jaxsim.search.space import Candidate, Server
+from jaxsim.search.space import Server
 from jaxsim.search.stored import Keys, StoredEvaluate, digest, sources
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
@@ -65,6 +65,12 @@ class Job:
         return self.groups["search"]
 
     @property
+    def baseline(self) -> dict[str, Any] | None:
+        """Flags of the baseline that are given; None if there are none."""
+        given = {key: value for key, value in vars(self.groups["baseline"]).items() if value is not None}
+        return given or None
+
+    @property
     def slo(self) -> SloSettings:
         return self.groups["slo"]
 
@@ -83,18 +89,10 @@ class Job:
         self.stored = StoredEvaluate(carried_out, store, Keys(self.replicates, self.slo, self.search), about)
         return self.stored
 
-    def share(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Every n-th, from the i-th on, where `launcher.shard` is i/n; else all. Raises `ConfigError`."""
-        shard = self.groups["launcher"].shard
-        if shard is None:
-            return list(candidates)
-        place, _, count = shard.partition("/")
-        if not (place.isdecimal() and count.isdecimal() and 1 <= int(place) <= int(count)):
-            raise ConfigError("launcher.shard", shard, "must be i/n with i from 1 to n, as in 1/8, or null")
-        if int(count) > len(candidates):
-            allowed = f"must have at most {len(candidates)} shards, the number of settings"
-            raise ConfigError("launcher.shard", shard, allowed)
-        return list(candidates[int(place) - 1 :: int(count)])
+    @property
+    def shard(self) -> Shard:
+        """The share of the settings that this job is to try. Raises `ConfigError`."""
+        return Shard.of(self.groups["launcher"].shard)
 
     def track(self) -> Tracking:
         """Starts the W&B run."""
