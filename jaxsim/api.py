@@ -36,8 +36,8 @@ def search(
     `space` holds the values or the range of every searched key, {"max_num_seqs": [32, 64], "block_size": "8..64:pow2"};
     None searches the default grid, and a key that it lacks keeps the engine's value. `slo`, `workload`, `model` and
     `hardware` name a preset, or give keys of the group, whose key `preset` may name the preset that they change.
-    `strategy` is a preset of the group `search`; further keywords are its keys (`seeds=5`). `store` is a file that keeps
-    simulations, "auto" the one of the command line. Raises `ConfigError`.
+    `strategy` is a preset of the group `search`; further keywords are its keys (`seeds=5`). `store` is a file that
+    keeps simulations, "auto" the one of the command line. Raises `ConfigError`.
     """
     groups = {"slo": slo, "workload": workload, "model": model, "hardware": hardware}
     words = [f"search={strategy}"]

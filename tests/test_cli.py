@@ -11,6 +11,7 @@ import pytest
 
 import jaxsim
 from jaxsim.composition import presets
+from jaxsim.search.curve import SHARES
 
 SMALL = [
     "search.max_num_seqs=[8,64]",
@@ -132,6 +133,10 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
     assert list(folder.glob("*.wandb"))
     assert f"wandb sync {folder.relative_to(tmp_path)}" in out and "wandb leet" in out
+    with (tmp_path / "made" / "curve.csv").open(newline="") as file:
+        curve = list(csv.DictReader(file))
+    assert [float(row["load_rps"]) / summary["load_rps"] for row in curve] == pytest.approx(SHARES)
+    assert float(curve[0]["p99_ttft_ms"]) < 200 < float(curve[-1]["p99_ttft_ms"])
 
 
 def test_any_key_is_searched_by_a_strategy_and_compared_with_a_baseline(run, tmp_path):
@@ -224,10 +229,9 @@ def test_a_search_is_finished_by_running_it_again(run, tmp_path, monkeypatch):
     assert run(*words, "hydra.run.dir=broken")[0] == 130
     before = sum(simulated)
     code, out, _ = run(*words, "hydra.run.dir=whole", "runtime.lanes=3")  # lanes are no part of a simulation
-    whole = results(tmp_path / "whole")
-    total = whole[0]["simulations"]
-    assert code == 0 and f"{before:,} found in it, {total - before:,} added" in out and sum(simulated) == total
-    calls = len(rounds)
+    whole, total, calls = results(tmp_path / "whole"), sum(simulated), len(rounds)
+    assert code == 0 and f"{before:,} found in it, {total - before:,} added" in out
+    assert total == whole[0]["simulations"] + 8 * 2  # loads of the curve and seeds
     code, out, _ = run(*words, "hydra.run.dir=again")
     assert code == 0 and f"{total:,} found in it, 0 added" in out and len(rounds) == calls
     assert run(*words, "hydra.run.dir=unkept", "store.path=null")[0] == 0 and len(rounds) > calls

@@ -125,16 +125,18 @@ def test_a_search_leaves_a_run_that_says_all(run, tmp_path):
     assert [line["_step"] for line in rounds] == list(range(1, summary["rounds"] + 1))
     last = rounds[-1]
     assert last["simulations"] == summary["simulations"] and last["simulated_requests_per_s"] > 0
-    assert last["load_best"] == pytest.approx(max(float(row["load_rps"]) for row in rows))
-    assert last["load_best_ci95"] > 0 and last["load_feasible"] == 1 and last["load_open"] == last["clients_open"] == 0
+    assert last["best_load_rps"] == pytest.approx(max(float(row["load_rps"]) for row in rows))
+    assert last["best_load_rps_ci95"] > 0 and last["feasible_share"] == 1 and last["settings"] == 2
     kept = summary_of(records)
     for key in ("load_rps", "clients", "max_num_seqs", "limited_by", "p99_ttft_ms", "vllm_serve"):
         assert kept[key] == summary[key]
     assert kept["load_rps_ci95"] == summary["ci95"]["load_rps"]
     drawn = {key for line in history(records) for key in line}
     assert {"maps/load_rps._type", "maps/clients._type", "candidates._type"} <= drawn
+    curves = [path.name for path in (tmp_path / "made" / "wandb").glob("*run-*/files/media/table/curves/*.json")]
+    assert sorted(name.partition("_ms_")[0] for name in curves) == ["e2el", "tpot", "ttft"]
     files = artifacts(records)
-    assert files["results"] == {"config.yaml", "summary.json", "candidates.csv"}
+    assert files["results"] == {"config.yaml", "summary.json", "candidates.csv", "curve.csv"}
 
 
 def test_loads_and_their_latencies_are_drawn(run, tmp_path):

@@ -8,6 +8,7 @@ from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.heatmap import heat_map
+from jaxsim.search.curve import SHARES, latency_curve
 from jaxsim.search.explore import Exploration
 from jaxsim.search.figures import percentiles
 from jaxsim.search.result import COLUMNS, Result, result
@@ -16,6 +17,7 @@ from jaxsim.search.space import Space
 from jaxsim.settings import show
 from jaxsim.studies.job import Job
 
+CURVES = ("ttft", "tpot", "e2el")
 UNITS = {"load": "req/s", "clients": "clients"}
 
 
@@ -59,16 +61,35 @@ def run(job: Job) -> None:
     found = result(exploring, job.server, job.replicates, job.slo, interrupted)
     summary: dict[str, Any] = {"sweep": job.sweep} | found.summary | {"seconds": job.seconds()}
     _show(job, exploring, found)
+    curve: list[dict[str, Any]] = []
+    try:
+        curve = [] if interrupted or found.best is None or not job.search.load else _curve(job, exploring, found)
+    except KeyboardInterrupt:
+        interrupted, summary["status"] = True, "interrupted"
+    for name in CURVES if curve else ():
+        lines = {part: [row[f"{part}_{name}_ms"] for row in curve] for part in ("p50", "p95", "p99")}
+        loads = [row["load_rps"] for row in curve]
+        tracking.curves(f"curves/{name}_ms", f"{name} in ms, best setting", "load_rps", loads, lines)
     for name in [name for name in COLUMNS.values() if any(row.get(name) for row in found.candidates)]:
         drawn = heat_map(f"largest {name}", found.candidates, "max_num_seqs", "max_num_batched_tokens", name)
         tracking.picture(f"maps/{name}", drawn)
-    job.finish(tracking, summary, {"candidates": found.candidates})
+    job.finish(tracking, summary, {"candidates": found.candidates} | ({"curve": curve} if curve else {}))
     if interrupted:
         raise KeyboardInterrupt
     if found.best is None:
         first = next(row["reason"] for row in found.candidates if row["reason"])
         asked = show(exploring.space.values["max_num_seqs"])
         raise ConfigError("search.max_num_seqs", asked, f"no setting meets the SLO; {first}")
+
+
+def _curve(job: Job, exploring: Exploration, found: Result) -> list[dict[str, Any]]:
+    """Latencies of the best setting against the load."""
+    assert found.best is not None
+    seeds, load_rps = range(len(job.replicates.requests)), found.summary["load_rps"]
+    with terminal.progress(job.console, "latency against load") as bar:
+        bar.expect(len(SHARES) * len(seeds), "latency against load")
+        count = job.replicates.count
+        return latency_curve(exploring.evaluate, found.best, seeds, count, load_rps, bar.advance)
 
 
 def _searched(exploring: Exploration) -> str:
