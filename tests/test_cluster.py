@@ -117,6 +117,13 @@ def test_a_machine_that_is_too_small_is_said(nodes):
         Cluster(LauncherSettings("ray", num_cpus=2), RUNTIME, simulator())
 
 
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9"])
+def test_a_cluster_that_is_not_there_is_said(address):
+    with pytest.raises(ConfigError, match=f"^launcher.address={address}: must be a Ray cluster .*refused"):
+        Cluster(LauncherSettings("ray", address=address), RUNTIME, simulator())
+
+
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"^launcher=ray: needs Ray: pip install 'jaxsim\[ray\]'$"):

@@ -6,6 +6,7 @@ or its machine dies. Requests and iteration times go to a machine once; a batch 
 
 import functools
 import math
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +19,7 @@ from jaxsim.settings import LauncherSettings, RuntimeSettings
 Item = TypeVar("Item")
 
 BATCHES = 4  # for each that can run at once, so that a fast machine takes more of them than a slow one
+ANSWER_S = 10.0
 LANES = 64  # at least so many simulations of a batch on each device
 
 
@@ -128,11 +130,19 @@ def _connected(settings: LauncherSettings) -> Any:
         raise ConfigError("launcher", "ray", "needs Ray: pip install 'jaxsim[ray]'") from None
     if not ray.is_initialized():
         try:
+            _reach(settings.address)
             ray.init(settings.address, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())
             raise ConfigError("launcher.address", settings.address, f"must be a Ray cluster ({why})") from None
     return ray
+
+
+def _reach(address: str | None) -> None:
+    """Raises `OSError` where nobody answers at HOST:PORT; Ray itself tries for minutes."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), ANSWER_S).close()
 
 
 def _smallest(machines: Sequence[dict[str, float]], resource: str) -> float:
