@@ -357,7 +357,10 @@ def test_evaluate_says_everything_about_each_load(run, tmp_path):
         float(heavy["slo_met"]) == 0 and float(heavy["mean_queue_wait_ms"]) > 1000 * float(light["mean_ttft_ms"]) / 1000
     )
     assert float(heavy["running_max"]) == 8 and heavy["limited_by"] == "seats"
-    assert "Latencies at 50 req/s" in out
+    assert "Latencies at 50 req/s" in out and "0 found in it, 4 added" in out
+    code, out, err = run("+sweep=evaluate", "hydra.run.dir=again", *words, *SMALL)
+    assert code == 0 and "4 found in it, 0 added" in out
+    assert results(tmp_path / "again")[1] == [light, heavy]
 
 
 def test_evaluate_takes_clients(run, tmp_path):
