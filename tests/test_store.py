@@ -9,6 +9,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,7 @@ def test_no_store_is_asked_for(tmp_path):
 
 WRITER = """
 import sys
+import threading
 from pathlib import Path
 from test_store import row
 from jaxsim.results.store import Store
@@ -226,6 +228,24 @@ def test_processes_share_a_file(tmp_path):
     ]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 4
     assert count(path) == 250
+
+
+def test_opening_waits_for_a_reader_of_a_new_file(tmp_path):
+    """SQLite itself refuses at once to change the journal of a file that is being read."""
+    path = tmp_path / "new.sqlite"
+    reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    reader.execute(f"PRAGMA application_id={store.APPLICATION}")
+    reader.execute(f"PRAGMA user_version={store.LAYOUT}")
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    leaving = threading.Timer(0.3, reader.execute, ["COMMIT"])
+    leaving.start()
+    made = Store(path)
+    made.add(row(1))
+    assert count(path) == 1
+    leaving.join()
+    made.close()
+    reader.close()
 
 
 # Keys
