@@ -5,11 +5,11 @@ import dataclasses
 import inspect
 import json
 import math
+import multiprocessing
 import re
 import sqlite3
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,6 @@ def test_no_store_is_asked_for(tmp_path):
 
 WRITER = """
 import sys
-import threading
 from pathlib import Path
 from test_store import row
 from jaxsim.results.store import Store
@@ -230,22 +229,28 @@ def test_processes_share_a_file(tmp_path):
     assert count(path) == 250
 
 
-def test_opening_waits_for_a_reader_of_a_new_file(tmp_path):
-    """SQLite itself refuses at once to change the journal of a file that is being read."""
-    path = tmp_path / "new.sqlite"
-    reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    reader.execute(f"PRAGMA application_id={store.APPLICATION}")
-    reader.execute(f"PRAGMA user_version={store.LAYOUT}")
-    reader.execute("BEGIN")
-    reader.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    leaving = threading.Timer(0.3, reader.execute, ["COMMIT"])
-    leaving.start()
-    made = Store(path)
-    made.add(row(1))
-    assert count(path) == 1
-    leaving.join()
-    made.close()
-    reader.close()
+FILES = 20
+
+
+def open_each(folder: Path, barrier: Any, said: Any) -> None:
+    for number in range(FILES):
+        barrier.wait()
+        try:
+            Store(folder / f"{number}.sqlite").close()
+            said.put("")
+        except sqlite3.Error as error:
+            said.put(str(error))
+
+
+def test_processes_make_a_file_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    barrier, said = context.Barrier(6), context.Queue()
+    openers = [context.Process(target=open_each, args=(tmp_path, barrier, said)) for _ in range(6)]
+    for opener in openers:
+        opener.start()
+    assert {said.get(timeout=60) for _ in range(6 * FILES)} == {""}
+    for opener in openers:
+        opener.join()
 
 
 # Keys

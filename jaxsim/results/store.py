@@ -78,17 +78,18 @@ class Store:
             raise
 
     def _prepare(self) -> None:
-        mark = self.file.execute("PRAGMA application_id").fetchone()[0]
-        if mark != APPLICATION and self.file.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise sqlite3.DatabaseError("holds something else")
-        if mark == APPLICATION and self.file.execute("PRAGMA user_version").fetchone()[0] != LAYOUT:
-            raise sqlite3.DatabaseError("was written by another version")
-        _patiently(lambda: self.file.execute(f"PRAGMA journal_mode={'TRUNCATE' if self.shared else 'WAL'}"))
-        self.file.execute("PRAGMA synchronous=NORMAL")
-        with _transaction(self.file):
+        with _transaction(self.file):  # another process may be about to do the same
+            mark = self.file.execute("PRAGMA application_id").fetchone()[0]
+            layout = self.file.execute("PRAGMA user_version").fetchone()[0]
+            if mark != APPLICATION and self.file.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise sqlite3.DatabaseError("holds something else")
+            if mark == APPLICATION and layout != LAYOUT:
+                raise sqlite3.DatabaseError("was written by another version")
             self.file.execute(TABLE)
             self.file.execute(f"PRAGMA application_id={APPLICATION}")
             self.file.execute(f"PRAGMA user_version={LAYOUT}")
+        _patiently(lambda: self.file.execute(f"PRAGMA journal_mode={'TRUNCATE' if self.shared else 'WAL'}"))
+        self.file.execute("PRAGMA synchronous=NORMAL")
 
     def find(self, keys: Sequence[bytes]) -> dict[bytes, Row]:
         """The rows that are there, by key."""
@@ -200,7 +201,7 @@ def _connect(path: Path, mode: str = "rwc") -> sqlite3.Connection:
 
 
 def _patiently(action: Callable[[], object]) -> None:
-    """The action, again while another process is in the way: SQLite does not wait for a change of journal by itself."""
+    """The action, again while another process is in the way: SQLite may not wait for a change of journal by itself."""
     end = time.monotonic() + BUSY_S
     while True:
         try:
