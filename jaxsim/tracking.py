@@ -88,7 +88,8 @@ class Tracking:
 
     def _init(self, mode: Any, more: Mapping[str, Any]) -> Any:
         self.wandb.setup(self.wandb.Settings(**QUIET))
-        known = {key: value for key, value in PATIENCE.items() if key in self.wandb.Settings.model_fields}
+        patience = PATIENCE if mode == "online" else {}
+        known = {key: value for key, value in patience.items() if key in self.wandb.Settings.model_fields}
         return self.wandb.init(mode=mode, settings=self.wandb.Settings(**QUIET, **known), **more)
 
     def fail(self, error: Exception) -> None:
