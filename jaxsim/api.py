@@ -26,15 +26,18 @@ def search(
     engine: Mapping[str, Any] | None = None,
     baseline: Mapping[str, Any] | None = None,
     runtime: Mapping[str, Any] | None = None,
+    store: str | None = None,
     on_round: Callable[[Exploration], None] | None = None,
     **search: Any,
 ) -> Result:
-    """What `python -m jaxsim +sweep=slo_search` finds, as an object; nothing is written and W&B stays out.
+    """What `python -m jaxsim +sweep=slo_search` finds, as an object; W&B stays out and nothing is written but,
+    where it is named, the store.
 
     `space` holds the values or the range of every searched key, {"max_num_seqs": [32, 64], "block_size": "8..64:pow2"};
     None searches the default grid, and a key that it lacks keeps the engine's value. `slo`, `workload`, `model` and
     `hardware` name a preset, or give keys of the group, whose key `preset` may name the preset that they change.
-    `strategy` is a preset of the group `search`; further keywords are its keys (`seeds=5`). Raises `ConfigError`.
+    `strategy` is a preset of the group `search`; further keywords are its keys (`seeds=5`). `store` is a file that
+    keeps simulations, "auto" the one of the command line. Raises `ConfigError`.
     """
     groups = {"slo": slo, "workload": workload, "model": model, "hardware": hardware}
     words = [f"search={strategy}"]
@@ -49,6 +52,7 @@ def search(
         settings["search"] |= {"max_num_seqs": None, "max_num_batched_tokens": None} | dict(space)
     for group, asked in {"search": search, "engine": engine, "baseline": baseline, "runtime": runtime}.items():
         settings[group] = settings[group] | dict(asked or {})
+    settings["store"] = {"path": store}
     job = Job.of(settings, Path.cwd(), terminal.console())
     return slo_search.search(job, on_round)
 

@@ -7,3 +7,6 @@ class ConfigError(ValueError):
     def __init__(self, key: str, value: object, allowed: str):
         super().__init__(f"{key}={value}: {allowed}")
         self.key, self.value, self.allowed = key, value, allowed
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.key, self.value, self.allowed)  # it may come from another process

@@ -3,24 +3,13 @@
 import contextlib
 import logging
 import os
-import sys
 from pathlib import Path
 
 import jax
 
 from jaxsim.errors import ConfigError
+from jaxsim.folders import cache_dir
 from jaxsim.settings import RuntimeSettings
-
-
-def cache_dir() -> Path:
-    """The user's cache folder for compiled programs, by the platform's convention."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "jaxsim" / "xla"
 
 
 def cores() -> int:
@@ -39,7 +28,7 @@ def prepare(settings: RuntimeSettings) -> None:
         return  # the user has said where, in JAX's own way
     auto = settings.compilation_cache == "auto"
     try:
-        folder = cache_dir() if auto else Path(settings.compilation_cache)
+        folder = cache_dir() / "xla" if auto else Path(settings.compilation_cache)
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError, ValueError) as error:  # not writable, no home folder, no path at all
         if auto:

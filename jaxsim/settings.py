@@ -213,7 +213,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class TrackingSettings:
-    mode: str = text("offline", choices=("online", "offline", "disabled"))
+    mode: str = text("offline", choices=("auto", "online", "offline", "disabled"))
     project: str = text("jaxsim")
     group: str | None = text(None, optional=True)
 
@@ -223,6 +223,27 @@ class RuntimeSettings:
     devices: int | None = integer(None, high=1024, optional=True)
     lanes: int | None = integer(64, high=65536, optional=True)
     compilation_cache: str | None = text("auto", optional=True)
+
+
+@dataclass(frozen=True)
+class LauncherSettings:
+    """Which machines simulate, and which share of the settings."""
+
+    kind: str = text("local", choices=("local", "ray"))
+    shard: str | None = text(None, optional=True)
+    address: str | None = text(None, optional=True)
+    num_cpus: int | None = integer(None, high=65536, optional=True)
+    num_gpus: int | None = integer(None, low=0, high=1024, optional=True)
+    batch: int | None = integer(None, optional=True)
+    max_retries: int = integer(5, low=-1)
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """Where finished simulations are kept, and further stores to take some from."""
+
+    path: str | None = text("auto", optional=True)
+    merge: tuple[str, ...] | None = text(None, many="either", optional=True)
 
 
 @dataclass(frozen=True)
@@ -275,6 +296,8 @@ GROUPS: dict[str, type] = {
     "search": SearchSettings,
     "tracking": TrackingSettings,
     "runtime": RuntimeSettings,
+    "launcher": LauncherSettings,
+    "store": StoreSettings,
     "evaluate": EvaluateSettings,
     "static_vs_continuous": StaticSettings,
     "prefix_cache": PrefixCacheSettings,

@@ -3,13 +3,15 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
-from jaxsim import __main__ as cli
+import jaxsim
 from jaxsim.composition import presets
+from jaxsim.search.curve import SHARES
 
 SMALL = [
     "search.max_num_seqs=[8,64]",
@@ -20,22 +22,6 @@ SMALL = [
     "runtime.lanes=4",
     "runtime.compilation_cache=null",
 ]
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch, capfd):
-    """Runs the command in this process, so that compiled engines are shared; returns (exit code, stdout, stderr)."""
-
-    def command(*words: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["jaxsim", *words])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capfd.readouterr()
-        return int(exit_.value.code or 0), out, err
-
-    return command
 
 
 def results(folder):
@@ -157,6 +143,10 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
     assert list(folder.glob("*.wandb"))
     assert f"wandb sync {folder.relative_to(tmp_path)}" in out and "wandb leet" in out
+    with (tmp_path / "made" / "curve.csv").open(newline="") as file:
+        curve = list(csv.DictReader(file))
+    assert [float(row["load_rps"]) / summary["load_rps"] for row in curve] == pytest.approx(SHARES)
+    assert float(curve[0]["p99_ttft_ms"]) < 200 < float(curve[-1]["p99_ttft_ms"])
 
 
 def test_any_key_is_searched_by_a_strategy_and_compared_with_a_baseline(run, tmp_path):
@@ -230,6 +220,86 @@ def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
     assert all(float(row["load_rps"]) > 0 for row in rows)
 
 
+def test_a_search_is_finished_by_running_it_again(run, tmp_path, monkeypatch):
+    """What was simulated before the interrupt is found, the rest is made; a third run simulates nothing."""
+    from jaxsim.search import evaluate
+
+    simulated, rounds = [], []
+
+    def counting(requests, *args, **options):
+        rounds.append(1)
+        if len(rounds) == 4:
+            raise KeyboardInterrupt
+        simulated.append(len(requests))
+        return simulate_many(requests, *args, **options)
+
+    simulate_many = evaluate.simulate_many
+    monkeypatch.setattr(evaluate, "simulate_many", counting)
+    words = ["+sweep=slo_search", "tracking=disabled", *SMALL]
+    assert run(*words, "hydra.run.dir=broken")[0] == 130
+    before = sum(simulated)
+    code, out, _ = run(*words, "hydra.run.dir=whole", "runtime.lanes=3")  # lanes are no part of a simulation
+    whole, total, calls = results(tmp_path / "whole"), sum(simulated), len(rounds)
+    assert code == 0 and f"{before:,} found in it, {total - before:,} added" in out
+    assert total == whole[0]["simulations"] + 8 * 2  # loads of the curve and seeds
+    code, out, _ = run(*words, "hydra.run.dir=again")
+    assert code == 0 and f"{total:,} found in it, 0 added" in out and len(rounds) == calls
+    assert run(*words, "hydra.run.dir=unkept", "store.path=null")[0] == 0 and len(rounds) > calls
+    for name in ("again", "unkept"):
+        summary, rows = results(tmp_path / name)
+        assert rows == whole[1] and summary | {"seconds": 0} == whole[0] | {"seconds": 0}
+
+
+def test_shards_are_merged(run, tmp_path):
+    """Each has every second setting and a store of its own; all together they leave little to simulate."""
+    words = ["+sweep=slo_search", "tracking=disabled", *SMALL]
+    for place in (1, 2):
+        shard = [f"launcher.shard={place}/2", f"store.path=parts/{place}.sqlite", f"hydra.run.dir=part{place}"]
+        assert run(*words, *shard)[0] == 0
+        _, rows = results(tmp_path / f"part{place}")
+        assert [row["max_num_seqs"] for row in rows] == [("8", "64")[place - 1]]
+    code, out, _ = run(*words, "store.merge=parts/*.sqlite", "hydra.run.dir=whole")
+    assert code == 0
+    found, added = (int(re.findall(rf"([\d,]+) {word}", out)[0].replace(",", "")) for word in ("found in it", "added"))
+    assert found > 10 * added
+    assert run(*words, "store.path=null", "hydra.run.dir=sole")[0] == 0
+    (summary, rows), (sole, expected) = results(tmp_path / "whole"), results(tmp_path / "sole")
+    assert rows == expected and summary | {"seconds": 0} == sole | {"seconds": 0}
+
+
+@pytest.mark.parametrize("shard", ["0/2", "3/2", "1of2", "1/2/3", "a/b", "-1/2"])
+def test_a_shard_that_is_none(run, shard):
+    code, _, err = run("+sweep=slo_search", f"launcher.shard={shard}", *SMALL)
+    assert code == 2 and err == f"launcher.shard={shard}: must be i/n with i from 1 to n, as in 1/8, or null\n"
+
+
+def test_there_are_no_more_shards_than_settings(run):
+    code, _, err = run("+sweep=slo_search", "launcher.shard=1/3", *SMALL)
+    assert code == 2 and err == "launcher.shard=1/3: must have at most 2 shards, the number of settings\n"
+
+
+def test_a_store_that_cannot_be_written_is_said_before_anything_is_simulated(run, tmp_path, monkeypatch):
+    from jaxsim.search import evaluate
+
+    monkeypatch.setattr(evaluate, "simulate_many", None)
+    (tmp_path / "list.txt").write_text("no store " * 1000)
+    words = ["+sweep=slo_search", "tracking=disabled", *SMALL]
+    code, _, err = run(*words, "store.path=list.txt")
+    assert code == 2 and err == "store.path=list.txt: must be a store that can be written (file is not a database)\n"
+    code, _, err = run(*words, "store.path=list.txt/store.sqlite")
+    assert code == 2 and err.startswith("store.path=list.txt/store.sqlite: must be a store that can be written (")
+    code, _, err = run(*words, "store.merge=[nowhere.sqlite]")
+    assert code == 2 and err.startswith("store.merge=nowhere.sqlite: must be a store of simulations (")
+
+
+def test_without_a_place_for_the_store_a_search_goes_on(run, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    code, out, err = run("+sweep=slo_search", "tracking=disabled", "hydra.run.dir=made", *SMALL)
+    assert code == 0 and "vllm serve" in out and "found in it" not in out
+    assert err == "warning: simulations are not kept: Not a directory; store.path=FILE keeps them there\n"
+
+
 def test_an_interrupted_first_round_says_nothing_about_capacity(run, tmp_path, monkeypatch):
     from jaxsim.search import evaluate
 
@@ -297,7 +367,10 @@ def test_evaluate_says_everything_about_each_load(run, tmp_path):
         float(heavy["slo_met"]) == 0 and float(heavy["mean_queue_wait_ms"]) > 1000 * float(light["mean_ttft_ms"]) / 1000
     )
     assert float(heavy["running_max"]) == 8 and heavy["limited_by"] == "seats"
-    assert "Latencies at 50 req/s" in out
+    assert "Latencies at 50 req/s" in out and "0 found in it, 4 added" in out
+    code, out, err = run("+sweep=evaluate", "hydra.run.dir=again", *words, *SMALL)
+    assert code == 0 and "4 found in it, 0 added" in out
+    assert results(tmp_path / "again")[1] == [light, heavy]
 
 
 def test_evaluate_takes_clients(run, tmp_path):
@@ -386,4 +459,4 @@ def test_the_command_runs_as_a_module_from_another_folder(tmp_path):
 
 
 def _root() -> str:
-    return os.path.dirname(os.path.dirname(os.path.abspath(cli.__file__)))
+    return os.path.dirname(os.path.dirname(os.path.abspath(jaxsim.__file__)))

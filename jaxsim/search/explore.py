@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxsim.errors import ConfigError
 from jaxsim.search.capacity import CapacitySearch, Choice, Found, choose
+from jaxsim.search.cluster import Shard
 from jaxsim.search.evaluate import Evaluate
 from jaxsim.search.ranking import Ranking, ranking
 from jaxsim.search.space import Candidate, Space
-from jaxsim.search.strategies import Problem, strategy
+from jaxsim.search.strategies import UNTOLD, Problem, strategy
 from jaxsim.settings import SearchSettings, SloSettings
 
+WHOLE = Shard(1, 1)
 MARGIN = 0.1  # settings this close to the best (relative) go on whatever their rank
 SHORTEST = 2000  # requests; shorter runs say too little about a p99
 IDLE = 5  # generations that bring nothing unknown, after which a strategy is done
@@ -40,7 +43,8 @@ class Level:
 class Exploration:
     """One search. `rounds` carries it out; what is known can be read at any time between and after.
 
-    `seeds` replicates of `count` requests are what a setting gets that is in the running to the end.
+    `seeds` replicates of `count` requests are what a setting gets that is in the running to the end. Of what the
+    strategy proposes only the share of `shard` is tried. Raises `ConfigError` for a strategy that learns from the rest.
     """
 
     def __init__(
@@ -52,14 +56,23 @@ class Exploration:
         seeds: int,
         count: int,
         drawable: Callable[[int], bool] = lambda count: True,  # whether runs may be as long
+        shard: Shard = WHOLE,
     ):
         self.space, self.search, self.slo, self.evaluate, self.drawable = space, search, slo, evaluate, drawable
-        self.most = min(space.size, search.settings or space.size)  # settings to try
+        self.shard = shard
+        self.most = min(space.size, search.settings or space.size)  # settings that the strategy may propose
+        if shard.count > 1 and search.strategy not in UNTOLD:
+            allowed = f"must be null unless search.strategy is one of {', '.join(UNTOLD)}"
+            raise ConfigError("launcher.shard", f"{shard.place}/{shard.count}", allowed)
+        if shard.count > self.most:
+            allowed = f"must have at most {self.most} shards, the number of settings"
+            raise ConfigError("launcher.shard", f"{shard.place}/{shard.count}", allowed)
         self.baseline = space.baseline_candidate()
         self.levels = levels(search.halving, seeds, count, self.most)
         self.main = "load" if search.load else "clients"
         self.known: dict[Candidate, Known] = {}
         self.proposed: list[Candidate] = []  # in the order in which they came up
+        self.tried: list[Candidate] = []  # those of the shard
         self.simulations = self.rounds_done = 0
         self.capacity: CapacitySearch | None = None  # under way
         self.start = time.monotonic()
@@ -111,15 +124,16 @@ class Exploration:
             fresh = list(dict.fromkeys(one for one in candidates if one not in self.proposed))
             fresh = fresh[: most - len(self.proposed)]
             idle = 0 if fresh else idle + 1
-            first = not self.proposed
+            mine = self.shard.mine(fresh, len(self.proposed))
             self.proposed += fresh
-            if first and len(fresh) == most:
-                self.space.refuse(fresh)
-            yield from self._search(fresh, self.levels[0], on_done)
+            self.tried += mine
+            if len(self.tried) == len(mine) and len(self.proposed) == most:
+                self.space.refuse(mine)
+            yield from self._search(mine, self.levels[0], on_done)
             told = [place for place, one in enumerate(candidates) if one in self.proposed]
             if len(told) == len(candidates):
                 chosen.tell(units, np.array([self.score(one) for one in candidates]))
-        self.space.refuse(self.proposed)
+        self.space.refuse(self.tried)
 
     def score(self, candidate: Candidate) -> float:
         """Mean capacity per GPU, requests/s or clients: 0 if no load meets the SLO, -1 if the server cannot start."""

@@ -36,7 +36,7 @@ def result(
     exploration: Exploration, server: Server, replicates: Replicates, slo: SloSettings, interrupted: bool = False
 ) -> Result:
     """The result so far. A setting that was not finished has the values that passed until now."""
-    tried = [*exploration.proposed, *([exploration.baseline] if exploration.baseline else [])]
+    tried = [*exploration.tried, *([exploration.baseline] if exploration.baseline else [])]
     rows = {candidate: _row(exploration, candidate) for candidate in tried}
     choice = exploration.choice()
     best = choice.best if choice else None
@@ -48,7 +48,7 @@ def result(
         "hardware": server.hardware.name,
         "slo": vars(slo),
         "strategy": exploration.search.strategy,
-        "settings": len(exploration.proposed),
+        "settings": len(exploration.tried),
         "simulations": exploration.simulations,
         "rounds": exploration.rounds_done,
         "dropped": replicates.dropped,

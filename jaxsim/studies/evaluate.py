@@ -1,21 +1,23 @@
 """Everything about one setting at one load or number of clients, or at each of a list, over several seeds."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxsim.engine import Cost, EngineConfig, Simulation, Status, simulate, simulate_many
+from jaxsim.engine import Cost, EngineConfig, simulate
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.files import plain
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.figures import figures, limited_by, over_seeds, percentiles
-from jaxsim.search.replicates import warmup_share
+from jaxsim.search.evaluate import Outcome, Task
+from jaxsim.search.figures import limited_by, over_seeds, percentiles
 from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
 
+LATENCIES = ("ttft", "tpot", "e2el")  # drawn against the load
 HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate")
 
 
@@ -28,47 +30,44 @@ def run(job: Job) -> None:
     if asked.load_rps and asked.clients:
         raise ConfigError("evaluate.clients", list(asked.clients), "must be null when evaluate.load_rps is given")
     candidate = job.server.candidate(*job.server.batch_defaults())
+    cost = job.server.cost(candidate.max_num_batched_tokens, candidate.max_num_seqs)
+    candidate = dataclasses.replace(candidate, cost=cost)
     assert candidate.engine is not None and candidate.capacity is not None
     sampled, seeds = job.replicates, len(job.replicates.requests)
     key = "clients" if asked.clients else "load_rps"
     points: tuple[Any, ...] = asked.clients or asked.load_rps or (float(np.mean(sampled.rates_rps)),)
     if asked.clients and max(asked.clients) > sampled.count:
         raise ConfigError("evaluate.clients", max(asked.clients), f"must be at most {sampled.count}, the requests")
-    cost = job.server.cost(candidate.max_num_batched_tokens, candidate.max_num_seqs)
+    evaluate = job.evaluate()
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(points)} x {key}")
     job.say_defaults()
-    jobs = [(point, seed) for point in points for seed in range(seeds)]
-    runs: dict[int, Simulation] = {}
+    tasks = [Task(candidate, seed)._replace(**{key: point}) for point in points for seed in range(seeds)]
+    runs: dict[int, dict[str, Any]] = {}
     interrupted = False
     with terminal.progress(job.console, "simulating") as bar:
-        bar.expect(len(jobs), "simulating")
+        bar.expect(len(tasks), "simulating")
 
-        def keep(index: int, simulation: Simulation) -> None:
-            runs[index] = simulation
+        def keep(index: int, outcome: Outcome) -> None:
+            runs[index] = outcome.figures
             bar.advance()
 
         try:
-            simulate_many(
-                [sampled.requests[seed] for _, seed in jobs],
-                candidate.engine,
-                cost,
-                clients=[point if asked.clients else None for point, _ in jobs],
-                stretch=[1.0 if asked.clients else sampled.stretch(seed, point) for point, seed in jobs],
-                think_time_s=job.search.think_time_s,
-                on_done=keep,
-                lanes=job.runtime.lanes,
-            )
+            evaluate(tasks, keep)
         except KeyboardInterrupt:
             interrupted = True
     rows: list[dict[str, Any]] = []
     for index, point in enumerate(points):
         mine = [runs[i] for i in range(index * seeds, (index + 1) * seeds) if i in runs]
         if mine:
-            rows.append(_row(job, key, point, mine))
-    for row in rows:
-        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)})
+            rows.append(_row(key, point, mine))
+    for step, row in enumerate(rows):
+        tracking.log({name: value for name, value in plain(row).items() if not isinstance(value, dict)}, step)
         _show(job, key, row)
+    if len(rows) > 1:
+        for name in LATENCIES:
+            lines = {f"{part} {name}": [row[f"{part}_{name}_ms"] for row in rows] for part in ("p50", "p95", "p99")}
+            tracking.curves(f"curves/{name}_ms", f"{name} in ms", key, [row[key] for row in rows], lines)
     tables = {"candidates": [{name: value for name, value in row.items() if name != "ci95"} for row in rows]}
     try:
         if asked.series and not interrupted:
@@ -120,15 +119,13 @@ def _series(job: Job, engine: EngineConfig, cost: Cost, key: str, points: Sequen
     return rows
 
 
-def _row(job: Job, key: str, point: float, runs: list[Simulation]) -> dict[str, Any]:
-    """Means over seeds, their half widths under `ci95`."""
-    share = warmup_share(job.search.warmup, int(point) if key == "clients" else None, job.replicates.count)
-    rows = [figures(simulation, job.slo, share) for simulation in runs]
-    intervals = over_seeds(rows)
-    row: dict[str, Any] = {key: point, "seeds": len(runs), "limited_by": limited_by(rows)}
+def _row(key: str, point: float, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds of the figures of runs, their half widths under `ci95`."""
+    intervals = over_seeds(runs)
+    row: dict[str, Any] = {key: point, "seeds": len(runs), "limited_by": limited_by(runs)}
     row |= {name: interval.mean for name, interval in intervals.items()}
     return row | {
-        "runs_done": sum(simulation.status == Status.DONE for simulation in runs),
+        "runs_done": sum(run["failed"] == 0 for run in runs),
         "ci95": {name: interval.half_width for name, interval in intervals.items()},
     }
 

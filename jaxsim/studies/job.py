@@ -1,5 +1,6 @@
 """A command's settings, checked and turned into the things to simulate, and where its results go."""
 
+import json
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +13,18 @@ from jaxsim import settings as schema
 from jaxsim.defaults import lines
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
+from jaxsim.results.store import open_store
+from jaxsim.search.cluster import Shard, launched
+from jaxsim.search.evaluate import Evaluate, Simulator
 from jaxsim.search.replicates import Replicates, replicates
 from jaxsim.search.slo import limits
 from jaxsim.search.space import Server
+from jaxsim.search.stored import Keys, StoredEvaluate, digest, sources
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
 from jaxsim.workload import workload_from_config
 
+MEANS = ("launcher", "runtime", "store", "tracking")  # groups that say how, not what
 OTHER_GROUPS = ("sweep", "model", "hardware", "workload")
 
 
@@ -34,6 +40,7 @@ class Job:
     folder: Path
     console: Console
     group: str | None = None  # of runs that belong together
+    stored: StoredEvaluate | None = None  # the store in use
     start: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -75,10 +82,34 @@ class Job:
     def runtime(self) -> RuntimeSettings:
         return self.groups["runtime"]
 
+    def evaluate(self) -> Evaluate:
+        """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""
+        simulator = Simulator(self.replicates, self.slo, self.search, self.runtime.lanes)
+        store = open_store(self.groups["store"])
+        carried_out = launched(self.groups["launcher"], self.runtime, simulator)
+        if store is None:
+            return carried_out
+        about = {"model": self.server.model.name, "hardware": self.server.hardware.name}
+        self.stored = StoredEvaluate(carried_out, store, Keys(self.replicates, self.slo, self.search), about)
+        return self.stored
+
+    @property
+    def shard(self) -> Shard:
+        """The share of the settings that this job is to try. Raises `ConfigError`."""
+        return Shard.of(self.groups["launcher"].shard)
+
     def track(self) -> Tracking:
         """Starts the W&B run."""
         tracking: TrackingSettings = self.groups["tracking"]
-        return Tracking(tracking, self.settings, self.folder, self.sweep, self.group)
+        name = f"{self.sweep} {self.server.model.name} {self.server.hardware.name}"
+        return Tracking(
+            tracking, self.settings, self.folder, name=name, job_type=self.sweep, group=self.group, run_id=self.run_id()
+        )
+
+    def run_id(self) -> str:
+        """The same for every command that asks for the same: so a command that is run again continues its W&B run."""
+        asked = {key: value for key, value in self.settings.items() if key not in MEANS}
+        return digest(sources(), json.dumps(asked, sort_keys=True).encode()).hex()[:16]
 
     def finish(
         self, tracking: Tracking, summary: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -96,15 +127,24 @@ class Job:
             tracking.finish()
             raise unwritable(f"hydra.{'sweep' if self.group else 'run'}.dir", self.folder, error) from None
         tracking.table("candidates", [plain(row) for row in tables["candidates"]])
-        tracking.summary({key: value for key, value in plain(summary).items() if not isinstance(value, dict | list)})
-        tracking.artifact("results", [self.folder / "summary.json", *files.values()])
-        for line in [f"results    {self.folder}", *(tracking.finish() or [])]:
+        flat = {**summary} | {f"{key}_ci95": half_width for key, half_width in summary.get("ci95", {}).items()}
+        tracking.summary({key: value for key, value in plain(flat).items() if not isinstance(value, dict | list)})
+        config = self.folder / ".hydra" / "config.yaml"
+        tracking.artifact("results", [config, self.folder / "summary.json", *files.values()])
+        for line in [*self._kept(), f"results    {self.folder}", *(tracking.finish() or [])]:
             self.console.print(line, soft_wrap=True)
 
     def say_defaults(self, searched: Collection[str] = ()) -> None:
         """Prints what was not given and where it comes from."""
         for line in lines(self.server.taken(searched)):
             self.console.print(f"taken      {line}", soft_wrap=True)
+
+    def _kept(self) -> list[str]:
+        """The line about the store."""
+        if self.stored is None:
+            return []
+        self.stored.store.close()
+        return [f"store      {self.stored.store.path}: {self.stored.found:,} found in it, {self.stored.made:,} added"]
 
     def seconds(self) -> float:
         return time.monotonic() - self.start

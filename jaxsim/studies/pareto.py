@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxsim.results import terminal
-from jaxsim.search.evaluate import Outcome, Simulator, Task
+from jaxsim.search.evaluate import Outcome, Task
 from jaxsim.search.figures import over_seeds
 from jaxsim.search.space import Candidate, Space
 from jaxsim.settings import ParetoSettings, show
@@ -23,13 +23,13 @@ def run(job: Job) -> None:
     """
     asked: ParetoSettings = job.groups["pareto"]
     space = Space.of(job.server, job.search, job.baseline)
-    grid = space.grid()
+    grid = job.shard.mine(space.grid())
     candidates = [one for one in grid if one.engine is not None]
     baseline = space.baseline_candidate()
     if baseline is not None and baseline.engine is not None:
         candidates.append(baseline)
     seeds = range(len(job.replicates.requests))
-    simulate = Simulator(job.replicates, job.slo, job.search, job.runtime.lanes)
+    simulate = job.evaluate()
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(grid)} settings at {len(asked.shares)} loads")
     job.say_defaults(space.searched)

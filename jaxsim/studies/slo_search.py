@@ -7,7 +7,8 @@ from typing import Any
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
-from jaxsim.search.evaluate import Simulator
+from jaxsim.results.heatmap import heat_map
+from jaxsim.search.curve import SHARES, latency_curve
 from jaxsim.search.explore import Exploration
 from jaxsim.search.figures import percentiles
 from jaxsim.search.result import COLUMNS, Result, result
@@ -16,6 +17,7 @@ from jaxsim.search.space import Space
 from jaxsim.settings import show
 from jaxsim.studies.job import Job
 
+CURVES = ("ttft", "tpot", "e2el")
 UNITS = {"load": "req/s", "clients": "clients"}
 
 
@@ -25,9 +27,9 @@ def exploration(job: Job) -> Exploration:
     if not (search.load or search.concurrency):
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
     space = Space.of(job.server, search, job.baseline)
-    simulator = Simulator(job.replicates, slo, search, job.runtime.lanes)
     sampled = job.replicates
-    return Exploration(space, search, slo, simulator, len(sampled.requests), sampled.count, sampled.drawable)
+    seeds, count = len(sampled.requests), sampled.count
+    return Exploration(space, search, slo, job.evaluate(), seeds, count, sampled.drawable, job.shard)
 
 
 def search(job: Job, on_round: Callable[[Exploration], None] | None = None) -> Result:
@@ -52,20 +54,42 @@ def run(job: Job) -> None:
             for _ in exploring.rounds(bar.advance):
                 text = f"round {exploring.rounds_done}, {len(exploring.known)} of {most} settings"
                 bar.expect(exploring.remaining(), text)
-                tracking.log(_round(exploring))
+                tracking.log(_round(job, exploring), exploring.rounds_done)
             bar.expect(0, f"{exploring.rounds_done} rounds")
         except KeyboardInterrupt:
             interrupted = True
     found = result(exploring, job.server, job.replicates, job.slo, interrupted)
     summary: dict[str, Any] = {"sweep": job.sweep} | found.summary | {"seconds": job.seconds()}
     _show(job, exploring, found)
-    job.finish(tracking, summary, {"candidates": found.candidates})
+    curve: list[dict[str, Any]] = []
+    try:
+        curve = [] if interrupted or found.best is None or not job.search.load else _curve(job, exploring, found)
+    except KeyboardInterrupt:
+        interrupted, summary["status"] = True, "interrupted"
+    for name in CURVES if curve else ():
+        lines = {part: [row[f"{part}_{name}_ms"] for row in curve] for part in ("p50", "p95", "p99")}
+        loads = [row["load_rps"] for row in curve]
+        tracking.curves(f"curves/{name}_ms", f"{name} in ms, best setting", "load_rps", loads, lines)
+    for name in [name for name in COLUMNS.values() if any(row.get(name) for row in found.candidates)]:
+        drawn = heat_map(f"largest {name}", found.candidates, "max_num_seqs", "max_num_batched_tokens", name)
+        tracking.picture(f"maps/{name}", drawn)
+    job.finish(tracking, summary, {"candidates": found.candidates} | ({"curve": curve} if curve else {}))
     if interrupted:
         raise KeyboardInterrupt
     if found.best is None:
         first = next(row["reason"] for row in found.candidates if row["reason"])
         asked = show(exploring.space.values["max_num_seqs"])
         raise ConfigError("search.max_num_seqs", asked, f"no setting meets the SLO; {first}")
+
+
+def _curve(job: Job, exploring: Exploration, found: Result) -> list[dict[str, Any]]:
+    """Latencies of the best setting against the load."""
+    assert found.best is not None
+    seeds, load_rps = range(len(job.replicates.requests)), found.summary["load_rps"]
+    with terminal.progress(job.console, "latency against load") as bar:
+        bar.expect(len(SHARES) * len(seeds), "latency against load")
+        count = job.replicates.count
+        return latency_curve(exploring.evaluate, found.best, seeds, count, load_rps, bar.advance)
 
 
 def _searched(exploring: Exploration) -> str:
@@ -77,14 +101,15 @@ def _limits(job: Job) -> str:
     return ", ".join(limit.text for limit in limits(job.slo)) or "no limit but a stable queue"
 
 
-def _round(exploring: Exploration) -> dict[str, Any]:
-    """A line of the history: the best so far, and how far the search is."""
+def _round(job: Job, exploring: Exploration) -> dict[str, Any]:
+    """A line of the history: the best so far, and how far the search is; found simulations count for no rate."""
     seconds = time.monotonic() - exploring.start
+    made = exploring.simulations - (job.stored.found if job.stored else 0)
     line: dict[str, Any] = {
         "round": exploring.rounds_done,
         "simulations": exploring.simulations,
         "settings": len(exploring.known),
-        "simulations_per_s": exploring.simulations / seconds if seconds > 0 else None,
+        "simulated_requests_per_s": made * job.replicates.count / seconds if seconds > 0 else None,
     }
     engines = [one for one in exploring.known if one.engine is not None]
     line["feasible_share"] = sum(exploring.score(one) > 0 for one in engines) / len(engines) if engines else None

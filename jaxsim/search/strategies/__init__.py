@@ -45,6 +45,7 @@ class Problem:
         return self.population or int(np.clip(self.settings // 5, least, 64))
 
 
+UNTOLD = ("grid", "random", "sobol", "latin")  # these learn nothing from scores
 NAMES = ("grid", "random", "sobol", "latin", "cem", "es", "cmaes")
 
 

@@ -1,0 +1,136 @@
+"""Simulations on a Ray cluster: the same outcomes, also when a machine dies on the way."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_search import simulation
+
+import jaxsim
+from jaxsim.engine import AffineCost, EngineConfig, Requests
+from jaxsim.errors import ConfigError
+from jaxsim.search import cluster as subject
+from jaxsim.search.cluster import Cluster, launched
+from jaxsim.search.evaluate import Simulator, Task
+from jaxsim.search.replicates import Replicates
+from jaxsim.search.space import Candidate, FixedCost
+from jaxsim.settings import LauncherSettings, RuntimeSettings, SearchSettings, SloSettings
+
+RUNTIME = RuntimeSettings(devices=1, lanes=4, compilation_cache=None)
+MEMORY = 100 * 2**20  # bytes of a node's object store
+
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    from ray.cluster_utils import Cluster as Nodes  # pyright: ignore[reportMissingImports]
+except ImportError:
+    ray: Any = None
+    Nodes: Any = None
+
+needs_ray = pytest.mark.skipif(ray is None, reason="ray is not installed: no cluster to run on")
+pytestmark = pytest.mark.filterwarnings("default")  # Ray warns of its own
+
+
+def simulator(**more: Any) -> Simulator:
+    rng = np.random.default_rng(1)
+    requests = [
+        Requests(np.cumsum(rng.exponential(0.1, 50)), rng.integers(1, 90, 50), rng.integers(1, 60, 50))
+        for _ in range(2)
+    ]
+    return Simulator(Replicates(requests, [10.0, 10.0], [0, 0]), SloSettings(), SearchSettings(), 4, **more)
+
+
+def tasks(count: int) -> list[Task]:
+    cost = FixedCost(AffineCost(5e-3, 5e-5, 2e-5, 1e-8).table(64, 8))
+    engines = [EngineConfig(seats, 64, 99, 200) for seats in (2, 8)]
+    candidates = [Candidate({"max_num_seqs": engine.max_num_seqs}, engine, None, cost=cost) for engine in engines]
+    return [Task(candidates[i % 2], i // 2 % 2, load_rps=1.0 + i) for i in range(count)]
+
+
+@pytest.fixture
+def nodes(monkeypatch):
+    """A cluster of two machines, each with one core."""
+    monkeypatch.setenv("RAY_DISABLE_IMPORT_WARNING", "1")
+    paths = [str(Path(jaxsim.__file__).parents[1]), str(Path(__file__).parent)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    made = Nodes(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": MEMORY})
+    made.workers = [made.add_node(num_cpus=1, object_store_memory=MEMORY) for _ in range(2)]
+    made.wait_for_nodes()
+    ray.init(made.address, log_to_driver=False, logging_level="ERROR")
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+@needs_ray
+def test_a_cluster_says_what_this_machine_says(nodes):
+    asked, done = tasks(10), []
+    settings = LauncherSettings("ray", batch=3)
+    outcomes = Cluster(settings, RUNTIME, simulator())(asked, lambda index, outcome: done.append((index, outcome)))
+    assert outcomes == simulator()(asked)
+    assert sorted(done, key=lambda one: one[0]) == list(enumerate(outcomes))
+
+
+@needs_ray
+def test_what_a_dead_machine_had_is_done_again(nodes, tmp_path):
+    """Each batch leaves a mark as it starts; one of two machines is killed after the first result."""
+    make = simulation  # goes along by value
+
+    def slow(requests: Any, *_: Any, stretch: list[float], on_done: Any, **__: Any) -> list[Any]:
+        (tmp_path / f"{stretch[0]}.{os.getpid()}.{time.time_ns()}").touch()
+        time.sleep(1)
+        for place, factor in enumerate(stretch):
+            on_done(place, make([100.0 * factor] * 20))
+        return []
+
+    asked, killed = tasks(6), []
+
+    def kill(*_: Any) -> None:
+        if not killed:
+            while len(list(tmp_path.iterdir())) < 3:  # one has ended, both machines are busy
+                time.sleep(0.01)
+            nodes.remove_node(nodes.workers[1], allow_graceful=False)
+            killed.append(True)
+
+    inner = simulator(simulate=slow)
+    outcomes = Cluster(LauncherSettings("ray", batch=1), RUNTIME, inner)(asked, kill)
+    assert killed and repr(outcomes) == repr(inner(asked))  # NaN among them
+    started = [path.name for path in tmp_path.iterdir() if path.name.split(".")[-2] != str(os.getpid())]
+    assert len(started) > len(asked)
+
+
+@needs_ray
+def test_an_error_on_the_cluster_is_the_error(nodes):
+    def broken(*_: Any, **__: Any) -> None:
+        raise ConfigError("engine.block_size", 3, "must be even")
+
+    with pytest.raises(ConfigError, match="^engine.block_size=3: must be even$"):
+        Cluster(LauncherSettings("ray"), RUNTIME, simulator(simulate=broken))(tasks(2))
+
+
+@needs_ray
+def test_a_machine_that_is_too_small_is_said(nodes):
+    with pytest.raises(ConfigError, match="^launcher.num_cpus=2: must be at most 1, the cores of a machine"):
+        Cluster(LauncherSettings("ray", num_cpus=2), RUNTIME, simulator())
+
+
+@needs_ray
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9"])
+def test_a_cluster_that_is_not_there_is_said(address):
+    with pytest.raises(ConfigError, match=f"^launcher.address={address}: must be a Ray cluster .*refused"):
+        Cluster(LauncherSettings("ray", address=address), RUNTIME, simulator())
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"^launcher=ray: needs Ray: pip install 'jaxsim\[ray\]'$"):
+        launched(LauncherSettings("ray"), RUNTIME, simulator())
+
+
+def test_locally_nothing_stands_between():
+    local = simulator()
+    assert launched(LauncherSettings(), RUNTIME, local) is local
+    assert subject._smallest([{"CPU": 4.0}, {"CPU": 2.0, "GPU": 1.0}, {"CPU": 0.0}], "CPU") == 2
