@@ -428,3 +428,9 @@ def test_rows_are_json_in_a_file_that_says_what_it_is(kept):
     kept.file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     assert kept.path.read_bytes()[68:72] == b"jxls"
     assert json.loads(kept.file.execute("SELECT task FROM simulations").fetchone()[0]) == {"seed": 1}
+
+
+def test_the_engines_sources_enter_the_key():
+    found = dict(stored.source_files())
+    assert {"engine/step.py", "engine/schedule.py", "engine/lanes.py", "metrics.py", "search/slo.py"} <= found.keys()
+    assert all(found.values())

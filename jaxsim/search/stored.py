@@ -112,19 +112,19 @@ class StoredEvaluate:
 @functools.cache
 def sources() -> bytes:
     """Digest of the sources that turn a task into figures."""
-    package = files("jaxsim")
-    parts = []
-    for pattern in SOURCES:
-        folder, _, name = pattern.rpartition("/")
-        where = package / folder if folder else package
-        names = sorted(entry.name for entry in where.iterdir() if entry.name.endswith(".py"))
-        parts += [
-            part
-            for entry in names
-            if name in ("*.py", entry)
-            for part in (entry.encode(), (where / entry).read_bytes())
-        ]
-    return digest(*parts)
+    return digest(*(part for name, text in source_files() for part in (name.encode(), text)))
+
+
+def source_files() -> list[tuple[str, bytes]]:
+    """Names and contents of what SOURCES names: modules, and all modules of a folder."""
+    found = []
+    for name in SOURCES:
+        entry = files("jaxsim") / name
+        modules = [entry]
+        if entry.is_dir():
+            modules = sorted((one for one in entry.iterdir() if one.name.endswith(".py")), key=lambda one: one.name)
+        found += [(f"{name}/{one.name}" if entry.is_dir() else name, one.read_bytes()) for one in modules]
+    return found
 
 
 def costdigest(table: CostTable, engine: EngineConfig) -> bytes:
