@@ -460,3 +460,15 @@ def test_the_command_runs_as_a_module_from_another_folder(tmp_path):
 
 def _root() -> str:
     return os.path.dirname(os.path.dirname(os.path.abspath(jaxsim.__file__)))
+
+
+def test_classes_have_limits_and_tables_of_their_own(run, tmp_path):
+    classes = "workload.classes={chat:{share:3,prompt:{value:200}},batch:{prompt:{value:2000}}}"
+    words = [classes, "slo.ttft_ms=null", "slo.limits={p95_ttft_ms@chat:200}", "tracking=disabled", "hydra.run.dir=made"]
+    code, out, err = run("+sweep=slo_search", *SMALL, *words)
+    assert code == 0, err
+    summary, _ = results(tmp_path / "made")
+    assert summary["p95_ttft_ms@chat"] < summary["p95_ttft_ms@batch"]
+    assert "p95 TTFT of chat <= 200 ms" in out and "Latencies of the class batch" in out
+    code, _, err = run("+sweep=slo_search", *SMALL, classes, "slo.limits={p95_ttft_ms@bulk:200}")
+    assert code == 2 and err.startswith("slo.limits.p95_ttft_ms@bulk=200.0: no such class; workload.classes has chat, b")

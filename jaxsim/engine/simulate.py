@@ -1,6 +1,7 @@
 """One simulation or many."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -117,6 +118,7 @@ def _run(
             place, order = index[i], orders[int(jobs.trace[i])]
             closed = settings.clients[place] is not None
             result = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
+            result = replace(result, label=settings.requests[place].label)
             again = None
             if result.status == Status.OVERFLOW:
                 again = (rules, caches, 4 * room)

@@ -42,6 +42,7 @@ class Requests(NamedTuple):
     priority: Any = None  # [N] int, lower is served first under policy "priority"
     segments: Any = None  # per request a list of (stream, start, length): identities of the prompt's tokens
     output_stream: Any = None  # [N] names of the streams of output tokens
+    label: Any = None  # [N] names of the requests' classes; handed on to the Simulation
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ class Simulation:
     closed_loop: bool = False
     resumed_hit_tokens: Any = 0  # [N] int32, tokens found when preempted requests were admitted again
     rejected: Any = False  # [N] bool, turned away by max_queued_requests
+    label: Any = None  # [N] names of the requests' classes, if they have any
     iterations: list = field(default_factory=list)  # rows in the golden columns, with trace=True; times in ps
     series: np.ndarray | None = None  # with series=True: a structured array, one element per iteration
 

@@ -88,6 +88,16 @@ def latency_table(title: str, figures: Mapping[str, Interval], percentiles: Sequ
     return made
 
 
+def class_tables(figures: Mapping[str, Interval], percentiles: Sequence[float]) -> list[Table]:
+    """A latency table per class of requests, whose figures are named as in mean_ttft_ms@chat; none without classes."""
+    classes: dict[str, dict[str, Interval]] = {}
+    for key, found in figures.items():
+        name, _, label = key.partition("@")
+        if label:
+            classes.setdefault(label, {})[name] = found
+    return [latency_table(f"Latencies of the class {label}", found, percentiles) for label, found in classes.items()]
+
+
 def facts(pairs: Iterable[tuple[str, str]]) -> Table:
     """Names on the left, what is known on the right."""
     made = Table.grid(padding=(0, 2))

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxsim.engine import Simulation
 from jaxsim.metrics import Interval, growth, is_growing, summarise, t_interval
-from jaxsim.search.slo import judge, limits, of_a_request, shares
+from jaxsim.search.slo import OF_A_CLASS, judge, limits, of_a_request, of_class, shares
 from jaxsim.settings import SloSettings
 
 PERCENTILES = (50, 95, 99)
@@ -26,6 +26,11 @@ def figures(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str
     row: dict[str, Any] = summarise(simulation, warmup, percentiles(slo), of_a_request(slo) or None)
     row |= {key: value for key, value in simulation.totals._asdict().items() if np.isscalar(value)}
     row["preemptions_per_request"] = simulation.totals.num_preemptions / max(1, len(simulation.prompt_len))
+    if simulation.label is not None:
+        for label in sorted(set(simulation.label.tolist())):
+            mine = summarise(of_class(simulation, label), warmup, percentiles(slo))
+            kept = [key for key in mine if key.endswith(tuple(f"_{latency}_ms" for latency in OF_A_CLASS))]
+            row |= {f"{key}@{label}": mine[key] for key in [*kept, "completed", "rejected"]}
     row |= shares(simulation, slo, warmup)
     row["stable"] = float(not is_growing(simulation))
     trend = growth(simulation)

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ from jaxsim.search.load import Verdict
 from jaxsim.settings import SloSettings, show
 
 LATENCIES = ("queue_wait", "ttft", "tpot", "itl", "e2el")
-STATISTIC = re.compile(rf"(mean|median|p(\d+(?:\.\d+)?))_({'|'.join(LATENCIES)})_ms")
+STATISTIC = re.compile(rf"(mean|median|p(\d+(?:\.\d+)?))_({'|'.join(LATENCIES)})_ms(?:@([\w-]+))?")
 OF_THE_RUN = ("num_preemptions", "preemptions_per_request", "kv_usage_mean", "kv_usage_peak", "kv_time_above_90")
 FORMS = f"must be mean_, median_ or pNN_, then {', '.join(LATENCIES)}, then _ms; or one of {', '.join(OF_THE_RUN)}"
+OF_A_CLASS = tuple(latency for latency in LATENCIES if latency != "itl")  # gaps are not kept by request
 OF_A_REQUEST = ("ttft", "tpot", "e2el")  # as `vllm bench serve --goodput` knows them
 MISSED = "goodput_missed"
 
@@ -28,6 +30,7 @@ class Limit(NamedTuple):
     bound: float  # in the figure's unit
     latency: str | None = None  # None: of the run as a whole
     percentile: float | None = None  # None: of a mean, or of the run as a whole
+    label: str | None = None  # the class of requests that it is about, None: all
 
     @property
     def decides(self) -> str:
@@ -48,7 +51,7 @@ class Limit(NamedTuple):
             return f"goodput >= {1 - self.bound:.4g} of the requests"
         if self.latency is None:
             return f"{self.figure} <= {self.bound:g}"
-        return f"{self._statistic} {self.latency.upper()} <= {self.bound:g} ms"
+        return f"{self._statistic} {self._of} <= {self.bound:g} ms"
 
     def missed(self, value: float) -> str:
         """Says that one run missed it: by the figure itself."""
@@ -56,14 +59,19 @@ class Limit(NamedTuple):
             return f"goodput {1 - value:.4g} of the requests, below {1 - self.bound:.4g}"
         if self.latency is None:
             return f"{self.figure} {value:.4g} above {self.bound:g}"
-        return f"{self._statistic} {self.latency.upper()} {value:.4g} ms above {self.bound:g} ms"
+        return f"{self._statistic} {self._of} {value:.4g} ms above {self.bound:g} ms"
 
     def missed_by_all(self, value: float) -> str:
         """Says that the runs of all seeds together missed it: by the mean of `decides`."""
         if self.percentile is None or self.latency is None:
             return self.missed(value)
-        text = f"{self._statistic} {self.latency.upper()} above {self.bound:g} ms"
+        text = f"{self._statistic} {self._of} above {self.bound:g} ms"
         return f"{text}: {value:.2%} of the requests are, {self.allowed:.4g} may"
+
+    @property
+    def _of(self) -> str:
+        assert self.latency is not None
+        return self.latency.upper() + (f" of {self.label}" if self.label else "")
 
     @property
     def _statistic(self) -> str:
@@ -92,8 +100,11 @@ def _limit(figure: str, bound: float) -> Limit:
     percentile = {"mean": None, "median": 50.0}.get(match[1], float(match[2] or 50))
     if percentile is not None and not 0 < percentile <= 100:
         raise ConfigError(f"slo.limits.{figure}", show(bound), "must name a percentile above 0 up to 100")
+    if match[4] and match[3] not in OF_A_CLASS:
+        raise ConfigError(f"slo.limits.{figure}", show(bound), f"must be of {', '.join(OF_A_CLASS)} for a class")
     figure = match[1] if percentile is None or match[1] == "median" else f"p{percentile:g}"
-    return Limit(f"{figure}_{match[3]}_ms", bound, match[3], percentile)
+    figure += f"_{match[3]}_ms" + (f"@{match[4]}" if match[4] else "")
+    return Limit(figure, bound, match[3], percentile, match[4])
 
 
 def shorthands(slo: SloSettings) -> dict[str, float]:
@@ -127,9 +138,10 @@ def shares(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str,
 
     A request that never finished has missed.
     """
-    times, found = latencies(simulation, warmup), {}
-    unfinished = times.requests - len(times.ttft)
+    found = {}
     for limit in limits(slo):
+        times = latencies(simulation if limit.label is None else of_class(simulation, limit.label), warmup)
+        unfinished = times.requests - len(times.ttft)
         if limit.figure == MISSED:
             found[limit.decides] = 1 - goodput(simulation, goodput_ms(slo), warmup).share
         elif limit.percentile is not None and limit.latency == "itl":
@@ -139,6 +151,17 @@ def shares(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str,
             values = values[times.output_tokens > 1] if limit.latency == "tpot" else values
             found[limit.decides] = share_above(np.append(values, np.full(unfinished, np.inf)), limit.bound)
     return found
+
+
+def of_class(simulation: Simulation, label: str) -> Simulation:
+    """The records of one class of requests; totals stay those of all."""
+    mine = np.asarray(simulation.label) == label
+    records = {
+        name: value[mine]
+        for name, value in vars(simulation).items()
+        if isinstance(value, np.ndarray) and value.shape == mine.shape
+    }
+    return replace(simulation, **records)
 
 
 def share_above(values: np.ndarray, bound: float) -> float:

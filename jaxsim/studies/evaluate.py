@@ -138,6 +138,8 @@ def _show(job: Job, key: str, row: dict[str, Any]) -> None:
 
     title = f"{row[key]:g} {'clients' if key == 'clients' else 'req/s'}"
     job.console.print(terminal.latency_table(f"Latencies at {title}", intervals, percentiles(job.slo)))
+    for table in terminal.class_tables(intervals, percentiles(job.slo)):
+        job.console.print(table)
     pairs = [
         ("throughput", f"{shown('request_throughput')} req/s, {shown('output_throughput')} output tokens/s"),
         ("goodput", f"{shown('request_goodput')} req/s within the limits"),

@@ -60,6 +60,11 @@ class Job:
             raise ConfigError("workload.path", schema.show(path), "must be a text, the path of a trace file")
         caching = groups["engine"].caches or True in (groups["search"].enable_prefix_caching or ())
         workload = workload_from_config(settings["workload"], caching)
+        names = [each.name for each in getattr(workload, "classes", ())]
+        for limit in limits(groups["slo"]):
+            if limit.label is not None and limit.label not in names:
+                allowed = f"no such class; workload.classes has {', '.join(names) or 'none'}"
+                raise ConfigError(f"slo.limits.{limit.figure}", schema.show(limit.bound), allowed)
         too_long = settings["workload"].get("too_long", "error")
         sampled = replicates(workload, groups["search"], server.max_model_len, too_long)
         return cls(str(settings["sweep"]), settings, groups, server, sampled, folder, console, group)

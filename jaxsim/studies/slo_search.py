@@ -166,6 +166,8 @@ def _show(job: Job, exploring: Exploration, found: Result) -> None:
         return
     intervals = {key: Interval(summary[key], half) for key, half in ci95.items() if summary.get(key) is not None}
     job.console.print(terminal.latency_table("Latencies of the best setting", intervals, percentiles(job.slo)))
+    for table in terminal.class_tables(intervals, percentiles(job.slo)):
+        job.console.print(table)
     job.console.print(terminal.facts(_facts(job, exploring, summary, intervals)))
     if "vllm_serve" in summary:
         job.console.print(f"start it   {summary['vllm_serve']}", soft_wrap=True)

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from jaxsim.errors import ConfigError
+from jaxsim.workload.classes import RequestClass
 from jaxsim.workload.lengths import Length
 from jaxsim.workload.prefix import Prefix
 from jaxsim.workload.priority import Priority
@@ -15,7 +16,7 @@ from jaxsim.workload.synthetic import Arrival, Workload
 from jaxsim.workload.trace import TraceWorkload
 
 KINDS = ("synthetic", "trace")
-_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output", "prefix", "priority")
+_SYNTHETIC_KEYS = ("rate_rps", "arrival", "prompt", "output", "prefix", "priority", "classes")
 _TRACE_KEYS = ("path", "format", "limit", "spread_s", "hash_block_size", "priority")
 
 T = TypeVar("T")
@@ -51,8 +52,33 @@ def workload_from_config(config: Mapping[str, Any], prefix_caching: bool = False
         "output": _part("output", Length, config),
         "prefix": _prefix(config.get("prefix") or {}),
         "priority": _part("priority", Priority, config),
+        "classes": _classes(config.get("classes") or {}),
     }
     return _named("", lambda: Workload(rate_rps=config.get("rate_rps"), **parts))  # type: ignore[arg-type]
+
+
+def _classes(section: Any) -> tuple[RequestClass, ...]:
+    if not isinstance(section, Mapping):
+        raise ConfigError("workload.classes", section, "a mapping of names to {share, prompt, output, priority}")
+    found = []
+    for name, values in section.items():
+        key = f"classes.{name}"
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"workload.{key}", values, "a group of settings: share, prompt, output, priority")
+        lengths = {
+            part: _part(f"{key}.{part}", Length, {f"{key}.{part}": values[part]})
+            for part in ("prompt", "output")
+            if values.get(part) is not None
+        }
+        rest = {part: value for part, value in values.items() if part not in ("prompt", "output")}
+        for part in rest:
+            if part not in ("share", "priority"):
+                raise ConfigError(
+                    f"workload.{key}.{part}", rest[part], "no such key; there are share, prompt, output, priority"
+                )
+        given: dict[str, Any] = {"name": str(name), **rest, **lengths}
+        found.append(_named("", lambda given=given: RequestClass(**given)))
+    return tuple(found)
 
 
 def _prefix(section: Any) -> Prefix:

@@ -15,12 +15,13 @@ import numpy as np
 
 from jaxsim.engine import Requests
 from jaxsim.errors import ConfigError
+from jaxsim.workload.classes import RequestClass, by_class, chosen
 from jaxsim.workload.lengths import Length
 from jaxsim.workload.prefix import Prefix
 from jaxsim.workload.priority import Priority
 
 PROCESSES = ("poisson", "gamma", "constant")
-_STREAMS = ("arrivals", "prompts", "outputs", "turns", "thinking", "groups", "unique", "system", "priority")
+_STREAMS = ("arrivals", "prompts", "outputs", "turns", "thinking", "groups", "unique", "system", "priority", "classes")
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,13 @@ class Workload:
     output: Length
     prefix: Prefix | None = None  # what prompts have in common; None: nothing
     priority: Priority = Priority()  # of a request; the turns of a conversation have one
+    classes: tuple[RequestClass, ...] = ()  # none: all requests are alike
 
     def __post_init__(self):
         _check_positive("rate_rps", self.rate_rps)
+        if self.classes and self.prefix is not None and not self.prefix.is_off:
+            names = ", ".join(each.name for each in self.classes)
+            raise ConfigError("classes", names, "null where prompts have something in common (workload.prefix)")
 
     def sample(self, seed: int, n: int) -> Requests:
         """`n` requests of a seed, in arrival order, the first at 0 s."""
@@ -85,11 +90,18 @@ class Workload:
                 return uniform_numbers(seed, stream, numbers, turn)
 
             return self.prefix.requests(starts_s, self.prompt, self.output, draw, priority)
+        prompts, outputs = (uniform_numbers(seed, stream, int(n)) for stream in ("prompts", "outputs"))
+        if not self.classes:
+            return Requests(arrival_s, self.prompt.sample(prompts), self.output.sample(outputs), priority)
+        places = chosen(self.classes, uniform_numbers(seed, "classes", int(n)))
+        alike = np.zeros(int(n), np.int64) if priority is None else priority
+        levels = [alike if each.priority is None else np.full(int(n), each.priority) for each in self.classes]
         return Requests(
             arrival_s=arrival_s,
-            prompt_len=self.prompt.sample(uniform_numbers(seed, "prompts", int(n))),
-            output_len=self.output.sample(uniform_numbers(seed, "outputs", int(n))),
-            priority=priority,
+            prompt_len=by_class(places, [(each.prompt or self.prompt).sample(prompts) for each in self.classes]),
+            output_len=by_class(places, [(each.output or self.output).sample(outputs) for each in self.classes]),
+            priority=by_class(places, levels),
+            label=np.array([each.name for each in self.classes])[places],
         )
 
 
