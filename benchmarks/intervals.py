@@ -22,14 +22,14 @@ from rich.console import Console
 
 from jaxsim.composition import defaults
 from jaxsim.metrics import growth, is_growing, t_interval
-from jaxsim.search.capacity import CapacitySearch
-from jaxsim.search.evaluate import Evaluate, OnDone, Outcome, Simulator, Task
-from jaxsim.search.load import Verdict
-from jaxsim.search.pooled import crossing, decisive
-from jaxsim.search.slo import limits
-from jaxsim.search.space import Candidate
 from jaxsim.settings import SearchSettings, SloSettings
 from jaxsim.studies.job import Job
+from jaxsim.tuning.capacity import CapacitySearch
+from jaxsim.tuning.evaluate import Evaluate, OnDone, Outcome, Simulator, Task
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.pooled import crossing, decisive
+from jaxsim.tuning.slo import limits
+from jaxsim.tuning.space import Candidate
 
 PS_PER_S = 10**12
 TRUTH_SEEDS, TRUTH_REQUESTS, TRUTH_FIRST = 25, 40_000, 10_000_000

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxsim.composition import defaults
-from jaxsim.search.capacity import CapacitySearch
-from jaxsim.search.evaluate import Simulator
-from jaxsim.search.replicates import replicates
-from jaxsim.search.space import Server, Space
-from jaxsim.search.strategies import NAMES, Problem, strategy
 from jaxsim.settings import EngineSettings, SearchSettings, SloSettings, read
+from jaxsim.tuning.capacity import CapacitySearch
+from jaxsim.tuning.evaluate import Simulator
+from jaxsim.tuning.replicates import replicates
+from jaxsim.tuning.space import Server, Space
+from jaxsim.tuning.strategies import NAMES, Problem, strategy
 from jaxsim.workload import workload_from_config
 
 SEATS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)

@@ -7,10 +7,10 @@ from typing import Any
 from jaxsim.composition import defaults
 from jaxsim.errors import ConfigError
 from jaxsim.results import terminal
-from jaxsim.search.explore import Exploration
-from jaxsim.search.result import Result
 from jaxsim.studies import slo_search
 from jaxsim.studies.job import Job
+from jaxsim.tuning.explore import Exploration
+from jaxsim.tuning.result import Result
 
 Group = str | Mapping[str, Any] | None
 
@@ -37,7 +37,8 @@ def search(
     None searches the default grid, and a key that it lacks keeps the engine's value. `slo`, `workload`, `model` and
     `hardware` name a preset, or give keys of the group, whose key `preset` may name the preset that they change.
     `strategy` is a preset of the group `search`; further keywords are its keys (`seeds=5`). `store` is a file that
-    keeps simulations, "auto" the one of the command line. Raises `ConfigError`.
+    keeps simulations, "auto" the one of the command line. JAX's devices are taken as they are: one core unless
+    `jax.config.update("jax_num_cpu_devices", N)` came first. Raises `ConfigError`.
     """
     groups = {"slo": slo, "workload": workload, "model": model, "hardware": hardware}
     words = [f"search={strategy}"]

@@ -148,7 +148,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SloSettings:
-    """Limits on latency, each at one percentile of the requests, and on any other figure (`jaxsim.search.slo`)."""
+    """Limits on latency, each at one percentile of the requests, and on any other figure (`jaxsim.tuning.slo`)."""
 
     ttft_ms: float | None = number(200.0, above=True, optional=True)
     tpot_ms: float | None = number(None, above=True, optional=True)

@@ -5,9 +5,9 @@ import pytest
 
 from jaxsim.engine import AffineCost, EngineConfig, Requests, simulate
 from jaxsim.errors import ConfigError
-from jaxsim.search.figures import figures
-from jaxsim.search.slo import judge, limits
 from jaxsim.settings import SloSettings
+from jaxsim.tuning.figures import figures
+from jaxsim.tuning.slo import judge, limits
 from jaxsim.workload import workload_from_config
 
 PLAIN = {"kind": "synthetic", "rate_rps": 1.0, "prompt": {"value": 100}, "output": {"value": 10}}

@@ -11,7 +11,7 @@ import pytest
 
 import jaxsim
 from jaxsim.composition import presets
-from jaxsim.search.curve import SHARES
+from jaxsim.tuning.curve import SHARES
 
 SMALL = [
     "search.max_num_seqs=[8,64]",
@@ -200,7 +200,7 @@ def test_an_slo_that_nothing_meets_is_bad_input_but_leaves_the_rows(run, tmp_pat
 
 
 def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
-    from jaxsim.search import evaluate
+    from jaxsim.tuning import evaluate
 
     rounds = []
 
@@ -222,7 +222,7 @@ def test_an_interrupted_search_leaves_what_it_has(run, tmp_path, monkeypatch):
 
 def test_a_search_is_finished_by_running_it_again(run, tmp_path, monkeypatch):
     """What was simulated before the interrupt is found, the rest is made; a third run simulates nothing."""
-    from jaxsim.search import evaluate
+    from jaxsim.tuning import evaluate
 
     simulated, rounds = [], []
 
@@ -279,7 +279,7 @@ def test_there_are_no_more_shards_than_settings(run):
 
 
 def test_a_store_that_cannot_be_written_is_said_before_anything_is_simulated(run, tmp_path, monkeypatch):
-    from jaxsim.search import evaluate
+    from jaxsim.tuning import evaluate
 
     monkeypatch.setattr(evaluate, "simulate_many", None)
     (tmp_path / "list.txt").write_text("no store " * 1000)
@@ -301,7 +301,7 @@ def test_without_a_place_for_the_store_a_search_goes_on(run, tmp_path, monkeypat
 
 
 def test_an_interrupted_first_round_says_nothing_about_capacity(run, tmp_path, monkeypatch):
-    from jaxsim.search import evaluate
+    from jaxsim.tuning import evaluate
 
     def interrupted(*args, **options):
         raise KeyboardInterrupt
@@ -464,11 +464,19 @@ def _root() -> str:
 
 def test_classes_have_limits_and_tables_of_their_own(run, tmp_path):
     classes = "workload.classes={chat:{share:3,prompt:{value:200}},batch:{prompt:{value:2000}}}"
-    words = [classes, "slo.ttft_ms=null", "slo.limits={p95_ttft_ms@chat:200}", "tracking=disabled", "hydra.run.dir=made"]
+    words = [
+        classes,
+        "slo.ttft_ms=null",
+        "slo.limits={p95_ttft_ms@chat:200}",
+        "tracking=disabled",
+        "hydra.run.dir=made",
+    ]
     code, out, err = run("+sweep=slo_search", *SMALL, *words)
     assert code == 0, err
     summary, _ = results(tmp_path / "made")
     assert summary["p95_ttft_ms@chat"] < summary["p95_ttft_ms@batch"]
     assert "p95 TTFT of chat <= 200 ms" in out and "Latencies of the class batch" in out
     code, _, err = run("+sweep=slo_search", *SMALL, classes, "slo.limits={p95_ttft_ms@bulk:200}")
-    assert code == 2 and err.startswith("slo.limits.p95_ttft_ms@bulk=200.0: no such class; workload.classes has chat, b")
+    assert code == 2 and err.startswith(
+        "slo.limits.p95_ttft_ms@bulk=200.0: no such class; workload.classes has chat, b"
+    )

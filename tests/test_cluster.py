@@ -13,12 +13,12 @@ from test_search import simulation
 import jaxsim
 from jaxsim.engine import AffineCost, EngineConfig, Requests
 from jaxsim.errors import ConfigError
-from jaxsim.search import cluster as subject
-from jaxsim.search.cluster import Cluster, launched
-from jaxsim.search.evaluate import Simulator, Task
-from jaxsim.search.replicates import Replicates
-from jaxsim.search.space import Candidate, FixedCost
 from jaxsim.settings import LauncherSettings, RuntimeSettings, SearchSettings, SloSettings
+from jaxsim.tuning import cluster as subject
+from jaxsim.tuning.cluster import Cluster, launched
+from jaxsim.tuning.evaluate import Simulator, Task
+from jaxsim.tuning.replicates import Replicates
+from jaxsim.tuning.space import Candidate, FixedCost
 
 RUNTIME = RuntimeSettings(devices=1, lanes=4, compilation_cache=None)
 MEMORY = 100 * 2**20  # bytes of a node's object store

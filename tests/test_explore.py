@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxsim import api
+import jaxsim
 from jaxsim.composition import defaults
 from jaxsim.errors import ConfigError
-from jaxsim.search.evaluate import Outcome
-from jaxsim.search.explore import Exploration, levels
-from jaxsim.search.load import Verdict
-from jaxsim.search.space import Server, Space
 from jaxsim.settings import EngineSettings, SearchSettings, SloSettings, read
 from jaxsim.studies.pareto import on_front
+from jaxsim.tuning.evaluate import Outcome
+from jaxsim.tuning.explore import Exploration, levels
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.space import Server, Space
 
 SEATS, TOKENS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512), (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
@@ -177,7 +177,7 @@ def test_python_gives_what_the_command_line_prints():
         "runtime": {"lanes": 4, "compilation_cache": None},
     }
     rounds = []
-    found = api.search(
+    found = jaxsim.search(
         {"max_num_seqs": [8, 64], "max_num_batched_tokens": [2048]},
         {"ttft_ms": 1000},
         {"preset": "synthetic", "prompt": {"value": 500}},
@@ -188,5 +188,5 @@ def test_python_gives_what_the_command_line_prints():
     assert len(found.candidates) == 2 and rounds == sorted(rounds) and rounds[-1] == found.summary["simulations"]
     assert found.summary["slo"]["ttft_ms"] == 1000 and found.summary["ci95"]["load_rps"] > 0
     with pytest.raises(ConfigError, match="^search.block_sise"):
-        api.search({"block_sise": [16]})
+        jaxsim.search({"block_sise": [16]})
     assert dataclasses.is_dataclass(found)

@@ -9,14 +9,14 @@ from random_cases import Priced
 
 from benchmarks.intervals import SingleServer, repeat
 from jaxsim.engine import CostTable, EngineConfig, Requests
-from jaxsim.search.capacity import CapacitySearch
-from jaxsim.search.evaluate import Outcome, Simulator, Task
-from jaxsim.search.load import Verdict
-from jaxsim.search.pooled import crossing, decisive, verdict
-from jaxsim.search.replicates import Replicates
-from jaxsim.search.slo import Limit
-from jaxsim.search.space import Candidate
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning.capacity import CapacitySearch
+from jaxsim.tuning.evaluate import Outcome, Simulator, Task
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.pooled import crossing, decisive, verdict
+from jaxsim.tuning.replicates import Replicates
+from jaxsim.tuning.slo import Limit
+from jaxsim.tuning.space import Candidate
 
 P99 = Limit("p99_ttft_ms", 200.0, "ttft", 99.0)
 ONE = Candidate({"max_num_seqs": 1, "max_num_batched_tokens": 1}, None, None)

@@ -12,6 +12,9 @@ from random_cases import MS, PLAIN, RELIEF_KINDS, RICH, batch_of, case_of, run, 
 
 from jaxsim.engine import CostTable, EngineConfig, Simulation
 from jaxsim.errors import ConfigError
+from jaxsim.settings import SloSettings
+from jaxsim.tuning.figures import figures
+from jaxsim.tuning.slo import judge
 
 quick = settings(deadline=None, max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
@@ -58,6 +61,18 @@ def test_a_queue_of_one():
         [(0, 1, 2), (0, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1)], max_num_seqs=1, max_queued_requests=1
     )
     assert both(case)[1].rejected.tolist() == [False, True, False, True, True, False]
+
+
+def test_who_is_rejected_has_missed_the_slo():
+    case = small([(0, 1, 5), *[(1, 1, 1)] * 9], max_num_seqs=1, max_queued_requests=1)
+    _, simulation = both(case)
+    assert simulation.rejected.sum() == 8
+    row = figures(simulation, SloSettings(percentile=50), 0.0)
+    assert row["rejected"] == row["failed"] == 8 and row["p50_ttft_ms"] < 200
+    verdict = judge(row, SloSettings(percentile=50))
+    assert verdict.passed is False and verdict.reason.startswith("p50 TTFT above 200 ms: ")
+    lenient = SloSettings(percentile=10)  # nine of ten may be above
+    assert judge(figures(simulation, lenient, 0.0), lenient).passed
 
 
 def test_outputs_are_capped():

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from jaxsim.engine import Requests, Simulation, Status, Totals
 from jaxsim.metrics import Interval
-from jaxsim.search.capacity import CapacitySearch, choose
-from jaxsim.search.evaluate import Simulator
-from jaxsim.search.figures import figures, limited_by, number_of_instances, over_seeds
-from jaxsim.search.load import Ladder, Probe, Verdict, integer_ladder, load_ladder
-from jaxsim.search.replicates import Replicates, warmup_share
-from jaxsim.search.slo import judge
-from jaxsim.search.space import Candidate
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning.capacity import CapacitySearch, choose
+from jaxsim.tuning.evaluate import Simulator
+from jaxsim.tuning.figures import figures, limited_by, number_of_instances, over_seeds
+from jaxsim.tuning.load import Ladder, Probe, Verdict, integer_ladder, load_ladder
+from jaxsim.tuning.replicates import Replicates, warmup_share
+from jaxsim.tuning.slo import judge
+from jaxsim.tuning.space import Candidate
 
 PS_PER_MS = 10**9
 

@@ -11,8 +11,8 @@ from jaxsim.errors import ConfigError
 from jaxsim.hardware import hardware_from_mapping
 from jaxsim.model import model_from_mapping
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.space import Server, Space
 from jaxsim.settings import EngineSettings, SearchSettings, SloSettings
+from jaxsim.tuning.space import Server, Space
 
 
 def server(*overrides: str, **flags) -> Server:

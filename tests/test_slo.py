@@ -11,9 +11,9 @@ from test_search import judged, simulation
 from jaxsim.composition import defaults
 from jaxsim.engine import itl_edges_s
 from jaxsim.errors import ConfigError
-from jaxsim.search.figures import figures, percentiles
-from jaxsim.search.slo import Limit, limits, of_a_request, share_above
 from jaxsim.settings import SloSettings, read
+from jaxsim.tuning.figures import figures, percentiles
+from jaxsim.tuning.slo import Limit, limits, of_a_request, share_above
 
 
 def slo(**keys: Any) -> SloSettings:

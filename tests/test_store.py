@@ -21,13 +21,13 @@ from jaxsim.errors import ConfigError
 from jaxsim.folders import cache_dir, is_network
 from jaxsim.results import export, store
 from jaxsim.results.store import NAME, Row, Store, open_store
-from jaxsim.search import stored
-from jaxsim.search.evaluate import Outcome, Simulator, Task
-from jaxsim.search.load import Verdict
-from jaxsim.search.replicates import Replicates
-from jaxsim.search.space import Candidate, FixedCost
-from jaxsim.search.stored import Keys, StoredEvaluate
 from jaxsim.settings import SearchSettings, SloSettings, StoreSettings
+from jaxsim.tuning import stored
+from jaxsim.tuning.evaluate import Outcome, Simulator, Task
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.replicates import Replicates
+from jaxsim.tuning.space import Candidate, FixedCost
+from jaxsim.tuning.stored import Keys, StoredEvaluate
 
 FIGURES = {"third": 1 / 3, "tiny": 5e-324, "none": None, "count": 2**60, "endless": math.inf}
 
@@ -432,5 +432,5 @@ def test_rows_are_json_in_a_file_that_says_what_it_is(kept):
 
 def test_the_engines_sources_enter_the_key():
     found = dict(stored.source_files())
-    assert {"engine/step.py", "engine/schedule.py", "engine/lanes.py", "metrics.py", "search/slo.py"} <= found.keys()
+    assert {"engine/step.py", "engine/schedule.py", "engine/lanes.py", "metrics.py", "tuning/slo.py"} <= found.keys()
     assert all(found.values())

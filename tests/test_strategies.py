@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxsim.search.ranking import ranking
-from jaxsim.search.strategies import NAMES, Problem, strategy
+from jaxsim.tuning.ranking import ranking
+from jaxsim.tuning.strategies import NAMES, Problem, strategy
 
 SHAPE = (12, 8)
 

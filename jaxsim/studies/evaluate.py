@@ -12,10 +12,10 @@ from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.files import plain
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.evaluate import Outcome, Task
-from jaxsim.search.figures import limited_by, over_seeds, percentiles
 from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
+from jaxsim.tuning.evaluate import Outcome, Task
+from jaxsim.tuning.figures import limited_by, over_seeds, percentiles
 
 LATENCIES = ("ttft", "tpot", "e2el")  # drawn against the load
 HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate")

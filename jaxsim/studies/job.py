@@ -14,14 +14,14 @@ from jaxsim.defaults import lines
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.results.store import open_store
-from jaxsim.search.cluster import Shard, launched
-from jaxsim.search.evaluate import Evaluate, Simulator
-from jaxsim.search.replicates import Replicates, replicates
-from jaxsim.search.slo import limits
-from jaxsim.search.space import Server
-from jaxsim.search.stored import Keys, StoredEvaluate, digest, sources
 from jaxsim.settings import RuntimeSettings, SearchSettings, SloSettings, TrackingSettings
 from jaxsim.tracking import Tracking
+from jaxsim.tuning.cluster import Shard, launched
+from jaxsim.tuning.evaluate import Evaluate, Simulator
+from jaxsim.tuning.replicates import Replicates, replicates
+from jaxsim.tuning.slo import limits
+from jaxsim.tuning.space import Server
+from jaxsim.tuning.stored import Keys, StoredEvaluate, digest, sources
 from jaxsim.workload import workload_from_config
 
 MEANS = ("launcher", "runtime", "store", "tracking")  # groups that say how, not what

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from jaxsim.results import terminal
-from jaxsim.search.evaluate import Outcome, Task
-from jaxsim.search.figures import over_seeds
-from jaxsim.search.space import Candidate, Space
 from jaxsim.settings import ParetoSettings, show
 from jaxsim.studies.job import Job
+from jaxsim.tuning.evaluate import Outcome, Task
+from jaxsim.tuning.figures import over_seeds
+from jaxsim.tuning.space import Candidate, Space
 
 SATURATING_RPS = 1e4
 FRONTS = ("front_ttft", "front_interactivity")

@@ -10,10 +10,10 @@ from jaxsim.engine import EngineConfig, Requests, Simulation, simulate_many
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval, paired_interval, t_interval
 from jaxsim.results import terminal
-from jaxsim.search.figures import figures
-from jaxsim.search.replicates import Replicates, replicates
 from jaxsim.settings import PrefixCacheSettings, show
 from jaxsim.studies.job import Job
+from jaxsim.tuning.figures import figures
+from jaxsim.tuning.replicates import Replicates, replicates
 from jaxsim.workload import reusable_share, workload_from_config
 
 SATURATION_RPS = 1e4

@@ -8,14 +8,14 @@ from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
 from jaxsim.results.heatmap import heat_map
-from jaxsim.search.curve import SHARES, latency_curve
-from jaxsim.search.explore import Exploration
-from jaxsim.search.figures import percentiles
-from jaxsim.search.result import COLUMNS, Result, result
-from jaxsim.search.slo import limits
-from jaxsim.search.space import Space
 from jaxsim.settings import show
 from jaxsim.studies.job import Job
+from jaxsim.tuning.curve import SHARES, latency_curve
+from jaxsim.tuning.explore import Exploration
+from jaxsim.tuning.figures import percentiles
+from jaxsim.tuning.result import COLUMNS, Result, result
+from jaxsim.tuning.slo import limits
+from jaxsim.tuning.space import Space
 
 CURVES = ("ttft", "tpot", "e2el")
 UNITS = {"load": "req/s", "clients": "clients"}

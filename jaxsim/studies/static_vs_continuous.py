@@ -7,9 +7,9 @@ import numpy as np
 from jaxsim.engine import Requests, Simulation, simulate_many
 from jaxsim.metrics import Interval, t_interval
 from jaxsim.results import terminal
-from jaxsim.search.figures import figures
 from jaxsim.settings import StaticSettings
 from jaxsim.studies.job import Job
+from jaxsim.tuning.figures import figures
 
 POLICIES = ("static", "continuous")
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0, 2.0)  # of the throughput of continuous batching under saturation

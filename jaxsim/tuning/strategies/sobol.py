@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 
-from jaxsim.search.strategies import Problem
+from jaxsim.tuning.strategies import Problem
 
 
 class Sobol:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxsim.errors import ConfigError
-from jaxsim.search.capacity import CapacitySearch, Choice, Found, choose
-from jaxsim.search.cluster import Shard
-from jaxsim.search.evaluate import Evaluate
-from jaxsim.search.ranking import Ranking, ranking
-from jaxsim.search.space import Candidate, Space
-from jaxsim.search.strategies import UNTOLD, Problem, strategy
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning.capacity import CapacitySearch, Choice, Found, choose
+from jaxsim.tuning.cluster import Shard
+from jaxsim.tuning.evaluate import Evaluate
+from jaxsim.tuning.ranking import Ranking, ranking
+from jaxsim.tuning.space import Candidate, Space
+from jaxsim.tuning.strategies import UNTOLD, Problem, strategy
 
 WHOLE = Shard(1, 1)
 MARGIN = 0.1  # settings this close to the best (relative) go on whatever their rank

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxsim.errors import ConfigError
 from jaxsim.runtime import prepare
-from jaxsim.search.evaluate import Evaluate, OnDone, Outcome, Simulator, Task
 from jaxsim.settings import LauncherSettings, RuntimeSettings
+from jaxsim.tuning.evaluate import Evaluate, OnDone, Outcome, Simulator, Task
 
 Item = TypeVar("Item")
 

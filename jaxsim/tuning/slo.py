@@ -11,8 +11,8 @@ import numpy as np
 from jaxsim.engine import Simulation, Status
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import goodput, itl_share_above, latencies
-from jaxsim.search.load import Verdict
 from jaxsim.settings import SloSettings, show
+from jaxsim.tuning.load import Verdict
 
 LATENCIES = ("queue_wait", "ttft", "tpot", "itl", "e2el")
 STATISTIC = re.compile(rf"(mean|median|p(\d+(?:\.\d+)?))_({'|'.join(LATENCIES)})_ms(?:@([\w-]+))?")
@@ -184,6 +184,10 @@ def judge(figures: Mapping[str, Any], slo: SloSettings, status: Status = Status.
     for limit in limits(slo):
         if figures[limit.figure] > limit.bound:
             return Verdict(False, limit.missed(figures[limit.figure]))
+        if (
+            limit.percentile is not None and figures[limit.decides] > limit.allowed + 1e-9
+        ):  # unfinished ones have missed
+            return Verdict(False, limit.missed_by_all(figures[limit.decides]))
     if not figures["stable"]:
         return Verdict(False, "the waiting queue grows")
     if figures["growing"]:

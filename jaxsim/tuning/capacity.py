@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxsim.metrics import Interval, paired_interval
-from jaxsim.search.evaluate import Evaluate, Outcome, Task
-from jaxsim.search.load import Ladder, Probe, integer_ladder, load_ladder
-from jaxsim.search.pooled import FEW_SEEDS, Crossing, crossing, decisive, verdict
-from jaxsim.search.slo import limits
-from jaxsim.search.space import Candidate
-from jaxsim.search.state import Found, State
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning.evaluate import Evaluate, Outcome, Task
+from jaxsim.tuning.load import Ladder, Probe, integer_ladder, load_ladder
+from jaxsim.tuning.pooled import FEW_SEEDS, Crossing, crossing, decisive, verdict
+from jaxsim.tuning.slo import limits
+from jaxsim.tuning.space import Candidate
+from jaxsim.tuning.state import Found, State
 
 LOWEST_RPS, HIGHEST_RPS = 0.01, 1e5
 LONGEST_RUN_S = 1e6  # keeps the int64 picosecond clock far from its end
@@ -27,7 +27,7 @@ LOOKS = 2  # rounds spent on the ends of an interval, at most
 class CapacitySearch:
     """The searches of all candidates side by side: each round is one call of `evaluate` with all that is still open.
 
-    Every value is tried under all seeds, and their runs together pass or fail (`jaxsim.search.pooled`). When a search
+    Every value is tried under all seeds, and their runs together pass or fail (`jaxsim.tuning.pooled`). When a search
     has closed in on its answer, but the next value is undecided or the missed share rests on a few jams, it is
     repeated with runs twice as long, up to `search.max_num_requests`; so it is, after a look at the ends of the
     interval, if that is wider than `search.precision`. What stays undecided belongs to the interval.

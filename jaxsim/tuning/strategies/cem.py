@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxsim.search.strategies import Problem
+from jaxsim.tuning.strategies import Problem
 
 ELITE = 0.25  # share of a generation that the distribution follows
 STEP = 0.7  # how far it follows

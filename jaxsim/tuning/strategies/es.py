@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxsim.search.strategies import Problem
+from jaxsim.tuning.strategies import Problem
 
 FIRST, DECAY = 0.4, 0.9  # standard deviation of the draws, and its factor from generation to generation
 CELL = 0.6  # its least value, in cells

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxsim.search.evaluate import Evaluate, Task
-from jaxsim.search.figures import over_seeds
-from jaxsim.search.space import Candidate
+from jaxsim.tuning.evaluate import Evaluate, Task
+from jaxsim.tuning.figures import over_seeds
+from jaxsim.tuning.space import Candidate
 
 SHARES = (0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25)  # of the largest load
 

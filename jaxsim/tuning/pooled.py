@@ -15,9 +15,9 @@ import numpy as np
 from scipy.stats import t
 
 from jaxsim.metrics import GROWTH_SHARE, TREND_SHARE, Interval
-from jaxsim.search.evaluate import Outcome
-from jaxsim.search.load import Verdict
-from jaxsim.search.slo import Limit, left_behind
+from jaxsim.tuning.evaluate import Outcome
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.slo import Limit, left_behind
 
 FEW_SEEDS = 5  # below, the spread over seeds says too little and every run speaks for itself
 TREND_LEVEL = 0.95  # one-sided

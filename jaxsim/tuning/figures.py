@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxsim.engine import Simulation
 from jaxsim.metrics import Interval, growth, is_growing, summarise, t_interval
-from jaxsim.search.slo import OF_A_CLASS, judge, limits, of_a_request, of_class, shares
 from jaxsim.settings import SloSettings
+from jaxsim.tuning.slo import OF_A_CLASS, judge, limits, of_a_request, of_class, shares
 
 PERCENTILES = (50, 95, 99)
 LIMITS = {"seats": "refused_seats", "KV cache": "refused_kv", "token budget": "refused_budget"}

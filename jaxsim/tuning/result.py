@@ -9,12 +9,12 @@ import numpy as np
 from jaxsim.memory import requests_that_fit
 from jaxsim.metrics import Interval
 from jaxsim.results.serve import vllm_serve
-from jaxsim.search.capacity import Found
-from jaxsim.search.explore import Exploration, Known
-from jaxsim.search.figures import limited_by, number_of_instances, over_seeds
-from jaxsim.search.replicates import Replicates
-from jaxsim.search.space import Candidate, Server
 from jaxsim.settings import SloSettings
+from jaxsim.tuning.capacity import Found
+from jaxsim.tuning.explore import Exploration, Known
+from jaxsim.tuning.figures import limited_by, number_of_instances, over_seeds
+from jaxsim.tuning.replicates import Replicates
+from jaxsim.tuning.space import Candidate, Server
 
 COLUMNS = {"load": "load_rps", "clients": "clients"}
 

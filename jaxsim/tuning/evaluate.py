@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jaxsim.engine import Simulation, simulate_many
-from jaxsim.search.figures import figures
-from jaxsim.search.load import Verdict
-from jaxsim.search.replicates import Replicates, warmup_share
-from jaxsim.search.slo import judge
-from jaxsim.search.space import Candidate
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning.figures import figures
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.replicates import Replicates, warmup_share
+from jaxsim.tuning.slo import judge
+from jaxsim.tuning.space import Candidate
 
 
 class Task(NamedTuple):

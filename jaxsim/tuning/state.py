@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxsim.metrics import Interval
-from jaxsim.search.evaluate import Outcome
-from jaxsim.search.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict
-from jaxsim.search.pooled import Crossing
+from jaxsim.tuning.evaluate import Outcome
+from jaxsim.tuning.load import NEAR_STRIDE, STRIDE, Ladder, Probe, Verdict
+from jaxsim.tuning.pooled import Crossing
 
 NEAREST = 8  # rungs around the capacity of the first seeds on which further ones are tried
 NEAR_SHARE = 3  # of the distance from the capacity to an end: a gap between two values around the end may be as wide

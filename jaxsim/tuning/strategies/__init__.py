@@ -51,7 +51,7 @@ NAMES = ("grid", "random", "sobol", "latin", "cem", "es", "cmaes")
 
 def strategy(name: str, problem: Problem) -> Strategy:
     """A strategy by its name. Raises `ConfigError` where its package is missing."""
-    make: Callable[[Problem], Strategy] = getattr(import_module(f"jaxsim.search.strategies.{name}"), name.capitalize())
+    make: Callable[[Problem], Strategy] = getattr(import_module(f"jaxsim.tuning.strategies.{name}"), name.capitalize())
     try:
         return make(problem)
     except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxsim.search.strategies import Problem
+from jaxsim.tuning.strategies import Problem
 
 
 class Random:

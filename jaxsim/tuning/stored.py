@@ -12,14 +12,14 @@ import numpy as np
 
 from jaxsim.engine import CostTable, EngineConfig, Requests
 from jaxsim.results.store import Row, Store
-from jaxsim.search.evaluate import Evaluate, OnDone, Outcome, Task
-from jaxsim.search.load import Verdict
-from jaxsim.search.replicates import Replicates
-from jaxsim.search.space import Candidate
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning.evaluate import Evaluate, OnDone, Outcome, Task
+from jaxsim.tuning.load import Verdict
+from jaxsim.tuning.replicates import Replicates
+from jaxsim.tuning.space import Candidate
 
 # What turns a task into figures. A change of any of it, even of a comment, makes all keys new.
-SOURCES = ("engine", "metrics.py", "search/evaluate.py", "search/figures.py", "search/load.py", "search/slo.py")
+SOURCES = ("engine", "metrics.py", "tuning/evaluate.py", "tuning/figures.py", "tuning/load.py", "tuning/slo.py")
 SEARCH_KEYS = ("warmup", "think_time_s")  # those that enter a simulation or its figures
 NOT_THE_SLO = ("target_rps",)  # enters neither verdict nor figures
 # Entries of a cost table that a setting can come to, by the key that bounds them: longer tables are the same to it.
