@@ -92,8 +92,10 @@ def keeps_invariants(case: reference.Case, simulation: Simulation) -> None:
         finishes.update(finished)
     for rid, (prompt, output) in enumerate(zip(case.prompts, case.outputs, strict=True)):
         assert preemptions[rid] == simulation.num_preemptions[rid]
-        if simulation.status == Status.DONE:
-            produced = min(output, engine.max_model_len - prompt)
+        if simulation.rejected[rid]:
+            assert not scheduled[rid] and not simulation.output_tokens[rid]
+        elif simulation.status == Status.DONE:
+            produced = min(output, engine.max_model_len - prompt, engine.max_new_tokens or output)
             assert simulation.output_tokens[rid] == produced and finishes[rid] == 1
             computed = prompt + produced - 1 + int(simulation.recomputed_tokens[rid])
             if not engine.async_scheduling:  # where a preempted request may finish without coming back
@@ -105,7 +107,8 @@ def keeps_invariants(case: reference.Case, simulation: Simulation) -> None:
         contexts = [case.prompts[rid] + int(simulation.output_tokens[rid]) - 1 for rid in finished]
         assert usable - free == sum(math.ceil(tokens / engine.block_size) for tokens in contexts)
     if simulation.status == Status.DONE:
-        assert (simulation.arrival_ps <= simulation.first_scheduled_ps).all()
+        served = ~simulation.rejected
+        assert (simulation.arrival_ps <= simulation.first_scheduled_ps)[served].all()
         assert (simulation.first_scheduled_ps <= simulation.first_token_ps).all()
         assert (simulation.first_token_ps <= simulation.finish_ps).all()
         assert simulation.finish_ps.max() == clock

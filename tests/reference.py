@@ -132,7 +132,7 @@ class Step:
 
     rows: list[Row] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    admitted: list[tuple[Request, int]] = field(default_factory=list)  # (request, hit tokens)
+    admitted: list[tuple[Request, int, int]] = field(default_factory=list)  # request, tokens at hand, cached ones
     padding: list[int] = field(default_factory=list)  # contexts after the step of finished rows that are billed
     refused: str | None = None  # why the head of the queue stays there
     wake: int | None = None  # an empty step: when to try again, arrivals apart
@@ -261,7 +261,7 @@ class Continuous:
                 break
             self.leave_queue(request)
             self.running.append(request)
-            step.admitted.append((request, len(hits) * self.engine.block_size))
+            step.admitted.append((request, hit, len(hits) * self.engine.block_size))
             request.computed, request.hashed = hit, len(hits)
             self.pool.touch(hits)
             request.blocks = hits
@@ -408,7 +408,7 @@ class Static:
                 return
         for request in batch:
             self.waiting.popleft()
-            step.admitted.append((request, 0))
+            step.admitted.append((request, 0, 0))
         self.running, self.free, self.decoded = batch, free, 0
 
     def prefill(self, step: Step) -> None:
@@ -540,7 +540,7 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
             row = [len(iters), start, price.duration, len(policy.running), len(policy.queue)]
             row += [price.prefill_tokens, price.decode_rows, price.ctx_sum, policy.free]
             row += [[value for r in step.rows for value in (r.request.rid, r.n)], [r.rid for r in step.preempted]]
-            row += [[value for r, hit in step.admitted for value in (r.rid, hit)], []]
+            row += [[value for r, hit, _ in step.admitted for value in (r.rid, hit)], []]
             row += [clock] if asynchronous else []
             iters.append(row)
             note_queue_times(step, start, count)
@@ -613,7 +613,7 @@ def note_queue_times(step: Step, clock: int, count: Counter) -> None:
     for request in step.preempted:
         request.waiting_since = clock
         count["num_preemptions"] += 1
-    for request, hit in step.admitted:
+    for request, _, hit in step.admitted:
         if request.hit_first is None:
             request.hit_first = hit
         else:

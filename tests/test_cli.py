@@ -138,7 +138,7 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     for name in ("ttft", "tpot", "itl", "e2el", "queue_wait"):
         for figure in ("mean", "p50", "p95", "p99"):
             assert summary[f"{figure}_{name}_ms"] >= 0 and f"{figure}_{name}_ms" in summary["ci95"]
-    assert summary["vllm_serve"].endswith("--max-num-batched-tokens 2048")
+    assert summary["vllm_serve"].endswith("--max-num-batched-tokens 2048 --max-model-len 16384")  # vLLM's defaults
     assert summary["vllm_serve"] in out
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
     assert list(folder.glob("*.wandb"))

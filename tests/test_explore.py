@@ -79,7 +79,7 @@ def test_the_grid_finds_the_best_and_halving_finds_it_for_less():
     halved, _ = explored(max_seeds=None, seeds=10, max_num_batched_tokens=fewer, halving=3)
     # Ties within the paired interval go to fewer seats: that may cost the noise, 2 % of each of two settings.
     assert regret(full) <= 0.04 and regret(halved) <= 0.04
-    assert halved.simulations < full.simulations / 2
+    assert halved.simulations < 0.6 * full.simulations
     assert len(full.known) == len(halved.known) == 48
     seeds = sorted({len(known.seeds) for known in halved.known.values()})
     assert seeds[0] == 2 and seeds[-1] == 10 and len(halved.finalists) < 24

@@ -172,7 +172,7 @@ def random_cost(rng: np.random.Generator) -> FixedCost:
     values: dict[str, Any] = {
         name: int(rng.integers(0, most)) if rng.random() < 0.6 else 0 for name, most in zip(names, scale, strict=False)
     }
-    for name, most in zip(names[7:], (MS, MS, MS // 100), strict=True):
+    for name, most in zip(names[-3:], (MS, MS, MS // 100), strict=True):
         values[name] = rng.integers(0, most if rng.random() < 0.3 else 1, 401)
     return FixedCost(CostTable(**values))
 

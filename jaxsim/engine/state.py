@@ -90,7 +90,7 @@ class Event(NamedTuple):
     continued_tokens: jax.Array
     admitted: jax.Array  # from the waiting queue, and its tokens
     admitted_tokens: jax.Array
-    hit_tokens: jax.Array  # that it found in the prefix cache
+    hit_tokens: jax.Array  # that it found in the prefix cache, or in CPU memory
     ran: jax.Array  # bool: the iteration is complete (also an empty one that preempted)
     look_ps: jax.Array  # int64, time of the schedule() call
     start_ps: jax.Array  # int64

@@ -584,7 +584,7 @@ def step(
             continued_tokens=p.chunk,
             admitted=jnp.where(a.admits, look.joiner, none),
             admitted_tokens=a.tokens,
-            hit_tokens=a.hits.tokens if limits.prefix else jnp.int32(0),
+            hit_tokens=jnp.int32(0) if a.hits is None else a.hits.tokens,
             ran=a.runs & (i.works | p.preempted),
             look_ps=s.look_ps,
             start_ps=s.clock_ps,

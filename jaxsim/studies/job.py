@@ -58,7 +58,7 @@ class Job:
         path = settings["workload"].get("path")
         if path is not None and not isinstance(path, str):
             raise ConfigError("workload.path", schema.show(path), "must be a text, the path of a trace file")
-        caching = groups["engine"].caches or True in (groups["search"].enable_prefix_caching or ())
+        caching = server.flags.caches or True in (groups["search"].enable_prefix_caching or ())
         workload = workload_from_config(settings["workload"], caching)
         names = [each.name for each in getattr(workload, "classes", ())]
         for limit in limits(groups["slo"]):
