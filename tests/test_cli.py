@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -140,7 +141,11 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
             assert summary[f"{figure}_{name}_ms"] >= 0 and f"{figure}_{name}_ms" in summary["ci95"]
     assert summary["vllm_serve"].endswith("--max-num-batched-tokens 2048 --max-model-len 16384")  # vLLM's defaults
     assert summary["vllm_serve"] in out
+    assert "warning" not in err
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
+    until = time.monotonic() + 60  # W&B's own process writes it, and a busy machine lets it wait
+    while not list(folder.glob("*.wandb")) and time.monotonic() < until:
+        time.sleep(0.1)
     assert list(folder.glob("*.wandb"))
     assert f"wandb sync {folder.relative_to(tmp_path)}" in out and "wandb leet" in out
     with (tmp_path / "made" / "curve.csv").open(newline="") as file:
