@@ -1,6 +1,7 @@
 """Strict JAX for every test, and the folder of outside data."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,13 +38,36 @@ def own_cache(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("LOCALAPPDATA", folder)
 
 
+@pytest.fixture(scope="session")
+def compiled_engines(tmp_path_factory) -> Path:
+    """A compilation cache for the processes that a session starts."""
+    return tmp_path_factory.mktemp("xla")
+
+
+@pytest.fixture
+def run_alone(tmp_path, compiled_engines):
+    """Runs the command in a process of its own, as one does, W&B included; returns (exit code, stdout, stderr)."""
+
+    def command(*words: str) -> tuple[int, str, str]:
+        call = [sys.executable, "-m", "jaxsim", *words, f"runtime.compilation_cache={compiled_engines}"]
+        root = str(Path(__file__).resolve().parent.parent)
+        done = subprocess.run(call, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    return command
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
-    """Runs the command in this process, so that compiled engines are shared; returns (exit code, stdout, stderr)."""
+    """Runs the command in this process, so that compiled engines are shared; returns (exit code, stdout, stderr).
+
+    W&B is off unless asked for: its service lives on with the process, beyond the output that a test captures.
+    """
 
     def command(*words: str) -> tuple[int, str, str]:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["jaxsim", *words])
+        quiet = any(word.startswith("+sweep=") for word in words) and not any("tracking" in word for word in words)
+        monkeypatch.setattr(sys, "argv", ["jaxsim", *words, *(["tracking=disabled"] if quiet else [])])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
             main()

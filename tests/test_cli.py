@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -54,7 +53,7 @@ def test_hydras_own_flags_work(run):
         (["+foo=3"], "foo=3: no such key."),
         (["foo"], "foo=: cannot be read; must be key=value"),
         (["search.max_num_seqs=[1,2"], "search.max_num_seqs=[1,2: cannot be read; must be key=value"),
-        (["--nonsense"], "flags=--nonsense +sweep=slo_search: unrecognized arguments"),
+        (["--nonsense"], "flags=--nonsense +sweep=slo_search"),
         (["engine.max_num_seqs=many"], "engine.max_num_seqs=many: must be an integer from 1 up to 4194303, or null"),
         (["slo.percentile=0"], "slo.percentile=0: must be a number above 0 up to 100"),
         (
@@ -124,8 +123,8 @@ def test_a_bad_trace_is_one_line_with_its_number(run, tmp_path, text, expected):
     assert err.count("\n") == 1 and err.startswith("workload.path=trace.csv: ") and expected in err
 
 
-def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
-    code, out, err = run("+sweep=slo_search", "hydra.run.dir=made", *SMALL)
+def test_slo_search_finds_a_setting_and_leaves_its_files(run_alone, tmp_path):
+    code, out, err = run_alone("+sweep=slo_search", "hydra.run.dir=made", *SMALL)
     assert code == 0, err
     summary, rows = results(tmp_path / "made")
     assert [(row["max_num_seqs"], row["status"]) for row in rows] == [("8", "ok"), ("64", "ok")]
@@ -143,9 +142,6 @@ def test_slo_search_finds_a_setting_and_leaves_its_files(run, tmp_path):
     assert summary["vllm_serve"] in out
     assert "warning" not in err
     folder = next((tmp_path / "made" / "wandb").glob("offline-run-*"))
-    until = time.monotonic() + 60  # W&B's own process writes it, and a busy machine lets it wait
-    while not list(folder.glob("*.wandb")) and time.monotonic() < until:
-        time.sleep(0.1)
     assert list(folder.glob("*.wandb"))
     assert f"wandb sync {folder.relative_to(tmp_path)}" in out and "wandb leet" in out
     with (tmp_path / "made" / "curve.csv").open(newline="") as file:

@@ -112,8 +112,8 @@ def track(tmp_path, mode: str, **more: Any) -> Tracking:
     return Tracking(TrackingSettings(mode), {"engine": {"a": 1}}, tmp_path, name="n", job_type="j", **more)
 
 
-def test_a_search_leaves_a_run_that_says_all(run, tmp_path):
-    code, _, err = run("+sweep=slo_search", "hydra.run.dir=made", "tracking.group=mine", *SMALL)
+def test_a_search_leaves_a_run_that_says_all(run_alone, tmp_path):
+    code, _, err = run_alone("+sweep=slo_search", "hydra.run.dir=made", "tracking.group=mine", *SMALL)
     assert code == 0, err
     records = inspect(tmp_path / "made")
     summary, rows = results(tmp_path / "made")
@@ -139,9 +139,9 @@ def test_a_search_leaves_a_run_that_says_all(run, tmp_path):
     assert files["results"] == {"config.yaml", "summary.json", "candidates.csv", "curve.csv"}
 
 
-def test_loads_and_their_latencies_are_drawn(run, tmp_path):
+def test_loads_and_their_latencies_are_drawn(run_alone, tmp_path):
     words = ["evaluate.load_rps=[0.5,1,5]", "engine.max_num_seqs=8", "engine.max_num_batched_tokens=2048"]
-    code, _, err = run("+sweep=evaluate", "hydra.run.dir=made", *words, *SMALL)
+    code, _, err = run_alone("+sweep=evaluate", "hydra.run.dir=made", *words, *SMALL)
     assert code == 0, err
     _, rows = results(tmp_path / "made")
     (table,) = (tmp_path / "made" / "wandb").glob("*run-*/files/media/table/curves/ttft_ms*.table.json")
@@ -152,11 +152,11 @@ def test_loads_and_their_latencies_are_drawn(run, tmp_path):
     }
 
 
-def test_the_same_command_is_the_same_run(run, tmp_path):
+def test_the_same_command_is_the_same_run(run_alone, tmp_path):
     words = ["+sweep=evaluate", "engine.max_num_seqs=8", "engine.max_num_batched_tokens=2048", *SMALL]
     ids = []
     for name, more in (("a", "runtime.lanes=8"), ("b", "tracking.group=mine"), ("c", "search.seeds=3")):
-        assert run(*words, f"hydra.run.dir={name}", more)[0] == 0
+        assert run_alone(*words, f"hydra.run.dir={name}", more)[0] == 0
         about = description(inspect(tmp_path / name))
         assert about["resume"] is True
         ids.append(about["run_id"])
