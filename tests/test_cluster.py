@@ -99,7 +99,7 @@ def test_what_a_dead_machine_had_is_done_again(nodes, tmp_path):
     outcomes = Cluster(LauncherSettings("ray", batch=1), RUNTIME, inner)(asked, kill)
     assert killed and repr(outcomes) == repr(inner(asked))  # NaN among them
     started = [path.name for path in tmp_path.iterdir() if path.name.split(".")[-2] != str(os.getpid())]
-    assert len(started) > len(asked)
+    assert len(started) >= len(asked)  # more where the dead node had marked its batch
 
 
 @needs_ray
