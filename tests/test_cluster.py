@@ -76,30 +76,40 @@ def test_a_cluster_says_what_this_machine_says(nodes):
 
 @needs_ray
 def test_what_a_dead_machine_had_is_done_again(nodes, tmp_path):
-    """Each batch leaves a mark as it starts; one of two machines is killed after the first result."""
+    """Each batch leaves a mark with its machine as it starts; all but the first wait until the other machine is killed.
+
+    A worker outlives its machine for a moment: there a batch never ends, so that no result of it can come.
+    """
     make = simulation  # goes along by value
+    marks, gone = tmp_path / "marks", tmp_path / "gone"
+    marks.mkdir()
+    asked, doomed = tasks(6), nodes.workers[1]
+    first, dies = simulator()._stretch(asked[0]), doomed.node_id
 
     def slow(requests: Any, *_: Any, stretch: list[float], on_done: Any, **__: Any) -> list[Any]:
-        (tmp_path / f"{stretch[0]}.{os.getpid()}.{time.time_ns()}").touch()
-        time.sleep(1)
+        machine = ray.get_runtime_context().get_node_id()
+        (marks / f"{stretch[0]} {machine} {os.getpid()} {time.time_ns()}").touch()
+        while stretch[0] != first and (machine == dies or not gone.exists()):
+            time.sleep(0.01)
         for place, factor in enumerate(stretch):
             on_done(place, make([100.0 * factor] * 20))
         return []
 
-    asked, killed = tasks(6), []
+    def started() -> list[list[str]]:
+        return [path.name.split() for path in marks.iterdir()]
 
     def kill(*_: Any) -> None:
-        if not killed:
-            while len(list(tmp_path.iterdir())) < 3:  # one has ended, both machines are busy
-                time.sleep(0.01)
-            nodes.remove_node(nodes.workers[1], allow_graceful=False)
-            killed.append(True)
+        while not any(machine == dies and factor != str(first) for factor, machine, *_ in started()):
+            time.sleep(0.01)
+        if not gone.exists():
+            nodes.remove_node(doomed, allow_graceful=False)
+            gone.touch()
 
     inner = simulator(simulate=slow)
     outcomes = Cluster(LauncherSettings("ray", batch=1), RUNTIME, inner)(asked, kill)
-    assert killed and repr(outcomes) == repr(inner(asked))  # NaN among them
-    started = [path.name for path in tmp_path.iterdir() if path.name.split(".")[-2] != str(os.getpid())]
-    assert len(started) >= len(asked)  # more where the dead node had marked its batch
+    batches = [pid for _, _, pid, _ in started()]
+    assert gone.exists() and len(batches) > len(asked)  # the batch of the dead machine has begun twice
+    assert repr(outcomes) == repr(inner(asked))  # NaN among them
 
 
 @needs_ray
