@@ -130,8 +130,7 @@ class Exploration:
             if len(self.tried) == len(mine) and len(self.proposed) == most:
                 self.space.refuse(mine)
             yield from self._search(mine, self.levels[0], on_done)
-            told = [place for place, one in enumerate(candidates) if one in self.proposed]
-            if len(told) == len(candidates):
+            if all(one in self.proposed for one in candidates):
                 chosen.tell(units, np.array([self.score(one) for one in candidates]))
         self.space.refuse(self.tried)
 

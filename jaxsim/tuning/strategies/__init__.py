@@ -40,9 +40,31 @@ class Problem:
     def keys(self) -> int:
         return len(self.shape)
 
+    def middles(self, places: np.ndarray) -> np.ndarray:
+        """Positions [K, V] of the middles of cells, [K] places of which the last key's vary fastest."""
+        return (np.stack(np.unravel_index(places, self.shape), axis=1) + 0.5) / self.shape
+
     def generation(self, least: int) -> int:
         """Settings of a generation: as asked, else enough for V keys and for some generations in all."""
         return self.population or int(np.clip(self.settings // 5, least, 64))
+
+
+class Untold:
+    """A strategy that proposes all it has at once and learns nothing: a subclass draws the positions, [number, V]."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.left = min(problem.settings, problem.size)
+
+    def draw(self, number: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def ask(self) -> np.ndarray:
+        number, self.left = self.left, 0
+        return self.draw(number) if number else np.zeros((0, self.problem.keys))
+
+    def tell(self, units: np.ndarray, scores: np.ndarray) -> None:
+        pass
 
 
 UNTOLD = ("grid", "random", "sobol", "latin")  # these learn nothing from scores

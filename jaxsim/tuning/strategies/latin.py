@@ -2,19 +2,11 @@
 
 import numpy as np
 
-from jaxsim.tuning.strategies import Problem
+from jaxsim.tuning.strategies import Untold
 
 
-class Latin:
-    def __init__(self, problem: Problem):
+class Latin(Untold):
+    def draw(self, number: int) -> np.ndarray:
         from scipy.stats import qmc
 
-        self.sampler = qmc.LatinHypercube(problem.keys, rng=problem.generator)
-        self.left = min(problem.settings, problem.size)
-
-    def ask(self) -> np.ndarray:
-        number, self.left = self.left, 0
-        return self.sampler.random(number)
-
-    def tell(self, units: np.ndarray, scores: np.ndarray) -> None:
-        pass
+        return qmc.LatinHypercube(self.problem.keys, rng=self.problem.generator).random(number)

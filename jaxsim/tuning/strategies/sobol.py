@@ -4,21 +4,13 @@ import warnings
 
 import numpy as np
 
-from jaxsim.tuning.strategies import Problem
+from jaxsim.tuning.strategies import Untold
 
 
-class Sobol:
-    def __init__(self, problem: Problem):
+class Sobol(Untold):
+    def draw(self, number: int) -> np.ndarray:
         from scipy.stats import qmc
 
-        self.sequence = qmc.Sobol(problem.keys, rng=problem.generator)
-        self.left = min(problem.settings, problem.size)
-
-    def ask(self) -> np.ndarray:
-        number, self.left = self.left, 0
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # balance is lost where the number is no power of two
-            return self.sequence.random(number)
-
-    def tell(self, units: np.ndarray, scores: np.ndarray) -> None:
-        pass
+            return qmc.Sobol(self.problem.keys, rng=self.problem.generator).random(number)
