@@ -19,7 +19,15 @@ from jaxsim.tuning.replicates import Replicates
 from jaxsim.tuning.space import Candidate
 
 # What turns a task into figures. A change of any of it, even of a comment, makes all keys new.
-SOURCES = ("engine", "metrics.py", "tuning/evaluate.py", "tuning/figures.py", "tuning/load.py", "tuning/slo.py")
+SOURCES = (
+    "engine",
+    "metrics.py",
+    "tuning/evaluate.py",
+    "tuning/figures.py",
+    "tuning/load.py",
+    "tuning/replicates.py",
+    "tuning/slo.py",
+)
 SEARCH_KEYS = ("warmup", "think_time_s")  # those that enter a simulation or its figures
 NOT_THE_SLO = ("target_rps",)  # enters neither verdict nor figures
 # Entries of a cost table that a setting can come to, by the key that bounds them: longer tables are the same to it.
