@@ -20,32 +20,19 @@ class Version(NamedTuple):
     large_gpus: bool  # GPUs of 160 GiB and more have a token budget of their own
 
 
-_COMMON = {"enable_prefix_caching": True, "watermark": 0.0}
-_EARLIER = {"lone_request_without_threshold": False, "freed_unhashed_blocks": "tail", "self_preemption": "ends"}
-_TODAY = {"lone_request_without_threshold": True, "freed_unhashed_blocks": "front", "self_preemption": "continues"}
-VERSIONS = (
-    Version(
-        "v0.11",
-        _COMMON
-        | _EARLIER
-        | {"scheduler_reserve_full_isl": False, "async_scheduling": False, "gpu_memory_utilization": 0.9},
-        False,
-    ),
-    Version(
-        "v0.20",
-        _COMMON
-        | _EARLIER
-        | {"scheduler_reserve_full_isl": True, "async_scheduling": True, "gpu_memory_utilization": 0.92},
-        False,
-    ),
-    Version(
-        "v0.33",
-        _COMMON
-        | _TODAY
-        | {"scheduler_reserve_full_isl": True, "async_scheduling": True, "gpu_memory_utilization": 0.92},
-        True,
-    ),
-)
+_V33 = {
+    "enable_prefix_caching": True,
+    "watermark": 0.0,
+    "scheduler_reserve_full_isl": True,
+    "async_scheduling": True,
+    "gpu_memory_utilization": 0.92,
+    "lone_request_without_threshold": True,
+    "freed_unhashed_blocks": "front",
+    "self_preemption": "continues",
+}
+_V20 = _V33 | {"lone_request_without_threshold": False, "freed_unhashed_blocks": "tail", "self_preemption": "ends"}
+_V11 = _V20 | {"scheduler_reserve_full_isl": False, "async_scheduling": False, "gpu_memory_utilization": 0.9}
+VERSIONS = (Version("v0.11", _V11, False), Version("v0.20", _V20, False), Version("v0.33", _V33, True))
 
 
 class Default(NamedTuple):
@@ -131,6 +118,5 @@ def lines(defaults: dict[str, Default]) -> list[str]:
     """What was taken for granted, a line per source."""
     by_source: dict[str, list[str]] = {}
     for key, default in defaults.items():
-        if default.source != "given":
-            by_source.setdefault(default.source, []).append(f"{key}={show(default.value)}")
+        by_source.setdefault(default.source, []).append(f"{key}={show(default.value)}")
     return [f"{', '.join(words)} ({source})" for source, words in by_source.items()]

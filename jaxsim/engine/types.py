@@ -147,20 +147,16 @@ class EngineConfig:
             raise ConfigError("engine.preemption_mode", self.preemption_mode, "must be recompute or swap")
         if not is_integer(self.num_cpu_blocks) or not 0 <= self.num_cpu_blocks < LARGEST:
             raise ConfigError("engine.num_cpu_blocks", self.num_cpu_blocks, f"must be from 0 to {LARGEST - 1}")
-        others = {
-            "async_scheduling": (self.async_scheduling, True),
-            "enable_prefix_caching": (self.enable_prefix_caching, True),
-            "policy": (self.policy, "priority"),
-            "batching": (self.batching, "static"),
-        }
-        for key, value, barred in (
-            ("preemption_mode", "swap" if self.preemption_mode == "swap" else None, tuple(others)),
-            ("max_queued_requests", self.max_queued_requests, ("policy", "batching")),
-        ):
-            for other in barred if value is not None else ():
-                if others[other][0] == others[other][1]:
-                    shown = str(others[other][1]).lower()
-                    raise ConfigError(f"engine.{key}", value, f"is not modelled together with {other}={shown}")
+        barred: dict[str, dict[str, Any]] = {}
+        if self.preemption_mode == "swap":
+            barred["preemption_mode"] = {"async_scheduling": True, "enable_prefix_caching": True}
+        if self.max_queued_requests is not None:
+            barred["max_queued_requests"] = {}
+        for key, others in barred.items():
+            for other, value in {**others, "policy": "priority", "batching": "static"}.items():
+                if getattr(self, other) == value:
+                    allowed = f"is not modelled together with {other}={str(value).lower()}"
+                    raise ConfigError(f"engine.{key}", getattr(self, key), allowed)
 
 
 class Totals(NamedTuple):

@@ -53,7 +53,7 @@ class Job:
             if not isinstance(settings.get(key), Mapping):
                 raise ConfigError(key, schema.show(settings.get(key)), "must be a preset of that group")
         groups = {key: schema.read(kind, key, settings.get(key, {})) for key, kind in schema.GROUPS.items()}
-        limits(groups["slo"])
+        asked = limits(groups["slo"])
         server = Server.of(settings, groups["engine"])
         path = settings["workload"].get("path")
         if path is not None and not isinstance(path, str):
@@ -61,7 +61,7 @@ class Job:
         caching = server.flags.caches or True in (groups["search"].enable_prefix_caching or ())
         workload = workload_from_config(settings["workload"], caching)
         names = [each.name for each in getattr(workload, "classes", ())]
-        for limit in limits(groups["slo"]):
+        for limit in asked:
             if limit.label is not None and limit.label not in names:
                 allowed = f"no such class; workload.classes has {', '.join(names) or 'none'}"
                 raise ConfigError(f"slo.limits.{limit.figure}", schema.show(limit.bound), allowed)
