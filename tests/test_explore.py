@@ -123,6 +123,10 @@ def test_the_baseline_is_compared_and_never_chosen():
     baseline = exploring.baseline
     assert baseline is not None and baseline.setting == {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
     assert chosen(exploring) is not baseline and baseline in exploring.known
+    # Its iterations are longer than any of the space: they have a price, too.
+    cost = baseline.cost
+    assert cost is not None and (cost.table(8192, 512).linear_ps[1:] > 0).all()
+    assert len(cost.table(8192, 512).linear_ps) == 8193
     assert len(exploring.known[baseline].seeds) == len(exploring.known[chosen(exploring)].seeds)
 
 

@@ -150,7 +150,7 @@ class Space:
     searched: Collection[str]  # keys that were given values to try
     baseline: Mapping[str, Any] | None = None  # what the server runs with now: changes of its flags, to compare with
     _made: dict[tuple[int, ...], Candidate] = field(default_factory=dict)
-    _costs: dict[int, FixedCost] = field(default_factory=dict)
+    _costs: dict[tuple[int, ...], FixedCost] = field(default_factory=dict)
 
     @classmethod
     def of(cls, server: Server, search: SearchSettings, baseline: Mapping[str, Any] | None = None) -> "Space":
@@ -219,15 +219,16 @@ class Space:
             made = server.candidate(setting["max_num_seqs"], setting["max_num_batched_tokens"])
         except ConfigError as error:
             return Candidate(setting, None, None, server.flags, error=error)
-        return dataclasses.replace(made, setting=setting, cost=self._cost(server))
+        return dataclasses.replace(made, setting=setting, cost=self._cost(server, setting))
 
-    def _cost(self, server: Server) -> FixedCost:
-        """One table per tensor-parallel size, for the largest settings of the space."""
-        size = server.flags.tensor_parallel_size
-        if size not in self._costs:
-            largest = max(self.values["max_num_batched_tokens"]), max(self.values["max_num_seqs"])
-            self._costs[size] = server.cost(*largest)
-        return self._costs[size]
+    def _cost(self, server: Server, setting: Mapping[str, Any]) -> FixedCost:
+        """One table per tensor-parallel size, for the largest settings of the space; a larger baseline has its own."""
+        keys = ("max_num_batched_tokens", "max_num_seqs")
+        sizes = tuple(max(*self.values[key], setting[key]) for key in keys)
+        place = (server.flags.tensor_parallel_size, *sizes)
+        if place not in self._costs:
+            self._costs[place] = server.cost(*sizes)
+        return self._costs[place]
 
     def grid(self) -> list[Candidate]:
         """Every setting; one that cannot start stays in, with the reason. Raises `ConfigError` if not one can."""
