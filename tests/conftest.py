@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from absl import logging as absl_logging
 from hypothesis import settings
 
 from jaxsim.__main__ import main
@@ -15,6 +16,10 @@ from jaxsim.__main__ import main
 settings.register_profile("fixed", derandomize=True)
 settings.register_profile("random", derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+# optax brings absl, whose log handler closes its stream when Hydra sets up logging, unless that is the process's own:
+# at import it would be the stream by which pytest captures the output of all tests.
+absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 jax.config.update("jax_num_cpu_devices", 2)  # so that sharding is exercised
 jax.config.update("jax_numpy_dtype_promotion", "strict")
