@@ -84,6 +84,11 @@ class Job:
         return self.groups["slo"]
 
     @property
+    def ttft(self) -> str:
+        """The figure of TTFT at the SLO's percentile."""
+        return f"p{self.slo.percentile:g}_ttft_ms"
+
+    @property
     def runtime(self) -> RuntimeSettings:
         return self.groups["runtime"]
 

@@ -9,7 +9,7 @@ from jaxsim.results import terminal
 from jaxsim.settings import ParetoSettings, show
 from jaxsim.studies.job import Job
 from jaxsim.tuning.evaluate import Outcome, Task
-from jaxsim.tuning.figures import over_seeds
+from jaxsim.tuning.figures import cost_per_million, over_seeds
 from jaxsim.tuning.space import Candidate, Space
 
 SATURATING_RPS = 1e4
@@ -59,7 +59,7 @@ def run(job: Job) -> None:
                 )
         except KeyboardInterrupt:
             interrupted = True
-    _mark(rows, _ttft(job))
+    _mark(rows, job.ttft)
     for row in rows:
         tracking.log(row)
     _show(job, space, rows)
@@ -70,14 +70,10 @@ def run(job: Job) -> None:
         raise KeyboardInterrupt
 
 
-def _ttft(job: Job) -> str:
-    return f"p{job.slo.percentile:g}_ttft_ms"
-
-
 def _point(job: Job, one: Candidate, outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Means over seeds; a load at which the queue grows in any seed is no operating point."""
     found = {key: interval.mean for key, interval in over_seeds([outcome.figures for outcome in outcomes]).items()}
-    keys = ["request_throughput", "output_throughput", "mean_ttft_ms", _ttft(job), "mean_tpot_ms", "p99_tpot_ms"]
+    keys = ["request_throughput", "output_throughput", "mean_ttft_ms", job.ttft, "mean_tpot_ms", "p99_tpot_ms"]
     row = {key: found[key] for key in [*keys, "mean_e2el_ms", "kv_usage_mean", "num_preemptions"]}
     row["stable"] = float(found["stable"] == 1)
     row["gpus"] = one.gpus
@@ -85,7 +81,7 @@ def _point(job: Job, one: Candidate, outcomes: Sequence[Outcome]) -> dict[str, f
     row["interactivity"] = 1000 / found["mean_tpot_ms"] if found["mean_tpot_ms"] > 0 else float("nan")
     price = job.server.hardware.price_per_hour
     if price is not None:
-        row["cost_per_million_output_tokens"] = price / 3600 / row["output_throughput_per_gpu"] * 1e6
+        row["cost_per_million_output_tokens"] = cost_per_million(price, row["output_throughput_per_gpu"])
     return row
 
 
@@ -114,7 +110,7 @@ def _show(job: Job, space: Space, rows: list[dict[str, Any]]) -> None:
     columns = {
         "load_rps": "load req/s",
         "output_throughput_per_gpu": "output tok/s/GPU",
-        _ttft(job): f"p{job.slo.percentile:g} TTFT ms",
+        job.ttft: f"p{job.slo.percentile:g} TTFT ms",
         "interactivity": "tok/s/user",
         "cost_per_million_output_tokens": "cost per million",
     }

@@ -74,7 +74,7 @@ def _compare(job: Job, runs: dict[str, list[Simulation]]) -> dict[str, float]:
     row: dict[str, float] = {}
     throughput = {}
     keys = ["request_throughput", "output_throughput", "p99_ttft_ms", "mean_e2el_ms", "slot_occupancy"]
-    keys += [key for key in [_ttft(job)] if key not in keys]
+    keys += [key for key in [job.ttft] if key not in keys]
     for policy, done in runs.items():
         found = [figures(simulation, job.slo, job.search.warmup) for simulation in done]
         throughput[policy] = np.array([one["request_throughput"] for one in found])
@@ -82,10 +82,6 @@ def _compare(job: Job, runs: dict[str, list[Simulation]]) -> dict[str, float]:
             row[f"{policy}_{key}"] = float(np.mean([one[key] for one in found]))
     ratio = t_interval(throughput["continuous"] / throughput["static"])
     return row | {"throughput_ratio": ratio.mean, "throughput_ratio_ci95": ratio.half_width}
-
-
-def _ttft(job: Job) -> str:
-    return f"p{job.slo.percentile:g}_ttft_ms"
 
 
 def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], seqs: int, interrupted: bool) -> None:
@@ -118,7 +114,7 @@ def _finish(job: Job, tracking: Any, rows: list[dict[str, Any]], seqs: int, inte
             terminal.number(row["load_rps"]),
             *(terminal.number(row[f"{policy}_request_throughput"]) for policy in POLICIES),
             terminal.interval(Interval(row["throughput_ratio"], row["throughput_ratio_ci95"])),
-            " / ".join(terminal.number(row[f"{policy}_{_ttft(job)}"] / 1000) for policy in POLICIES),
+            " / ".join(terminal.number(row[f"{policy}_{job.ttft}"] / 1000) for policy in POLICIES),
             " / ".join(f"{row[f'{policy}_slot_occupancy']:.0%}" for policy in POLICIES),
             row["outputs"],
         ]

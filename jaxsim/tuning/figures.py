@@ -66,3 +66,8 @@ def number_of_instances(target_rps: float, load: Interval) -> tuple[int, int | N
         math.ceil(target_rps / high),
         math.ceil(target_rps / low) if low > 0 else None,
     )
+
+
+def cost_per_million(price_per_hour: float, tokens_per_s: float) -> float:
+    """Cost of a million tokens at a GPU's price and its throughput, in the currency of the price."""
+    return price_per_hour / 3600 / tokens_per_s * 1e6

@@ -12,7 +12,7 @@ from jaxsim.results.serve import vllm_serve
 from jaxsim.settings import SloSettings
 from jaxsim.tuning.capacity import Found
 from jaxsim.tuning.explore import Exploration, Known
-from jaxsim.tuning.figures import limited_by, number_of_instances, over_seeds
+from jaxsim.tuning.figures import cost_per_million, limited_by, number_of_instances, over_seeds
 from jaxsim.tuning.replicates import Replicates
 from jaxsim.tuning.space import Candidate, Server
 
@@ -150,10 +150,8 @@ def _described(
     summary["gpus"] = best.gpus
     price = server.hardware.price_per_hour
     if price is not None:
-        per_second = best.gpus * price / 3600
-        for key in ("output", "total_token"):
-            name = f"cost_per_million_{'total' if key == 'total_token' else key}_tokens"
-            summary[name] = per_second / summary[f"{key}_throughput"] * 1e6
+        for name, key in (("output", "output_throughput"), ("total", "total_token_throughput")):
+            summary[f"cost_per_million_{name}_tokens"] = cost_per_million(price, summary[key] / best.gpus)
     return summary
 
 

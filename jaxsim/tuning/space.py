@@ -188,11 +188,6 @@ class Space:
         places[:, self.varied] = np.clip(np.floor(np.asarray(units) * shape), 0, shape - 1).astype(int)
         return [tuple(row) for row in places.tolist()]
 
-    def encode(self, points: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """Middles of the cells of points; [K, V] float64."""
-        shape = np.array(self.shape)[self.varied]
-        return (np.array(points, np.float64).reshape(len(points), len(self.shape))[:, self.varied] + 0.5) / shape
-
     def candidate(self, point: tuple[int, ...]) -> Candidate:
         """The setting of a point, always the same object; one that cannot start says why."""
         if point not in self._made:
