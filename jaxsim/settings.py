@@ -221,7 +221,7 @@ class TrackingSettings:
 @dataclass(frozen=True)
 class RuntimeSettings:
     devices: int | None = integer(None, high=1024, optional=True)
-    lanes: int | None = integer(64, high=65536, optional=True)
+    lanes: int | None = integer(None, high=1 << 20, optional=True)
     compilation_cache: str | None = text("auto", optional=True)
 
 

@@ -33,7 +33,7 @@ def watch(run: Callable[[], Any]) -> tuple[Program, Any]:
     programs, original = [], lanes.compiled
 
     def compiled(limits: Any, mesh: Any, steps: int) -> tuple[Callable, Callable, Callable]:
-        empty, fill, chunk = original(limits, mesh, steps)
+        fill, chunk, pick = original(limits, mesh, steps)
         executables = []
 
         def watched(*arguments: Any) -> Any:
@@ -43,7 +43,7 @@ def watch(run: Callable[[], Any]) -> tuple[Program, Any]:
                 programs.append(Program(limits, steps, shapes, executables[0].as_text()))
             return executables[0](*arguments)
 
-        return empty, fill, watched
+        return fill, watched, pick
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lanes, "compiled", compiled)

@@ -44,7 +44,7 @@ COUNT += "LOW..HIGH[:STEP], LOW..HIGH:pow2 or LOW..HIGH:log (5 % apart), or null
         (SearchSettings, "num_requests", 10**7 + 1, "an integer from 10 up to 10000000, or null"),
         (SearchSettings, "seeds", 10**400, "an integer from 1 up to 1000"),
         (SloSettings, "ttft_ms", 10**400, "a number above 0 up to 1000000000, or null"),
-        (settings.RuntimeSettings, "lanes", 65537, "an integer from 1 up to 65536, or null"),
+        (settings.RuntimeSettings, "lanes", 2**20 + 1, "an integer from 1 up to 1048576, or null"),
         (SearchSettings, "seeds", None, "an integer from 1 up to 1000"),
     ],
 )

@@ -28,6 +28,7 @@ from jaxsim.engine.types import Status
 
 AXIS = "lanes"
 STEPS = 256  # scan steps between two looks at the lanes
+BLOCK = 256  # lanes that an accelerator loads, or gives out, at once
 
 # A scope around the engine's own calls: 64 bits are never turned on for the caller.
 _enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,12 +54,25 @@ class Job(NamedTuple):
     knobs: Knobs
 
 
-class Outcome(NamedTuple):
-    """The records of one finished simulation, on the host."""
+class Ending(NamedTuple):
+    """What the records need of a state besides its memory."""
 
-    memory: np.ndarray  # [Limits.memory] int32, a copy
-    state: State  # scalars and small arrays; without memory
-    cache: np.ndarray | None = None  # [Limits.prefix_memory] int32, a copy
+    status: Any
+    clock_ps: Any
+    iterations: Any
+    scan_steps: Any
+    fresh_head: Any
+    preempted_count: Any
+    statistics: Any
+    inflow: Any
+
+
+class Outcome(NamedTuple):
+    """What is left of one finished simulation, on the host: copies, so that its lane can go on."""
+
+    memory: np.ndarray  # [Limits.memory] int32
+    state: Ending
+    cache: np.ndarray | None = None  # [Limits.prefix_memory] int32
 
 
 def devices_mesh(devices: list[Any]) -> Mesh:
@@ -99,39 +113,60 @@ def advance(
 
 
 def refill(
-    limits: Limits, traces: Traces, knobs: Knobs, state: State, count: jax.Array, lanes: jax.Array, jobs: Job
+    limits: Limits,
+    block: int,
+    traces: Traces,
+    knobs: Knobs,
+    state: State,
+    count: jax.Array,
+    lanes: jax.Array,
+    jobs: Job,
 ) -> tuple[Knobs, State]:
-    """Load jobs[i] into lane lanes[i] for i < count[0]; one device's share."""
+    """Load jobs[i] into lane lanes[i] for i < count[0], `block` at a time; one device's share.
+
+    Of the last block some may be beyond the count: their lanes must not exist.
+    """
 
     def put(i: jax.Array, carry: tuple[Knobs, State]) -> tuple[Knobs, State]:
-        job = jax.tree.map(lambda leaf: leaf[i], jobs)
-        fresh = (job.knobs, load(limits, traces, job))
-        return jax.tree.map(lambda old, new: old.at[lanes[i]].set(new), carry, fresh)
+        places, some = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, i * block, block), (lanes, jobs))
+        fresh = some.knobs, jax.vmap(functools.partial(load, limits, traces))(some)
+        return jax.tree.map(lambda old, new: old.at[places].set(new, mode="drop"), carry, fresh)
 
-    return lax.fori_loop(0, count[0], put, (knobs, state))
+    return lax.fori_loop(0, (count[0] + block - 1) // block, put, (knobs, state))
+
+
+def left(state: State) -> tuple[Ending, jax.Array, jax.Array | None]:
+    """What an Outcome is made of, of all lanes."""
+    ending = Ending(*(getattr(state, name) for name in Ending._fields))
+    return ending, state.memory, None if state.cache is None else state.cache.memory
 
 
 @functools.cache
 def compiled(limits: Limits, mesh: Mesh, steps: int) -> tuple[Callable, Callable, Callable]:
-    """The engine's only jits: an empty set of lanes, a refill and a chunk, sharded over the mesh."""
+    """The engine's only jits: a refill, a chunk and, of lanes that ended, what is left; sharded over the mesh."""
     lanes, everywhere = Spec(AXIS), Spec()
 
     def sharded(function: Callable, arguments: tuple, results: Any, donate: tuple[int, ...] = ()) -> Callable:
         mapped = jax.shard_map(function, mesh=mesh, in_specs=arguments, out_specs=results, check_vma=False)
         return jax.jit(mapped, donate_argnums=donate)
 
-    def blank(traces: Traces, jobs: Job) -> tuple[Knobs, State]:
-        state = jax.vmap(lambda job: load(limits, traces, job))(jobs)
-        return jobs.knobs, state._replace(status=jnp.full_like(state.status, Status.DONE))
-
-    empty = sharded(blank, (everywhere, lanes), lanes)
-    fill = sharded(
-        functools.partial(refill, limits), (everywhere, lanes, lanes, lanes, lanes, lanes), lanes, donate=(1, 2)
-    )
-    events = Spec(None, AXIS)
-    chunk = functools.partial(advance, limits, steps)
+    arguments = (everywhere, lanes, lanes, lanes, lanes, lanes)
+    fill = sharded(functools.partial(refill, limits, blocks(limits)), arguments, lanes, donate=(1, 2))
     arguments = (everywhere, lanes, everywhere, everywhere, lanes)
-    return empty, fill, sharded(chunk, arguments, (lanes, events), donate=(4,))
+    chunk = sharded(functools.partial(advance, limits, steps), arguments, (lanes, Spec(None, AXIS)), donate=(4,))
+    pick = sharded(lambda some, state: jax.tree.map(lambda leaf: leaf[some], left(state)), (lanes, lanes), lanes)
+    return fill, chunk, pick
+
+
+def blocks(limits: Limits) -> int:
+    """How many lanes are loaded at once: on an accelerator one by one would be all overhead."""
+    return 1 if limits.fenced else BLOCK
+
+
+def blank(limits: Limits, traces: Traces, jobs: Job) -> tuple[Knobs, State]:
+    """Lanes in which nothing is loaded yet, one for each of the jobs: zeros, on the host, which cost no compile."""
+    shapes = jax.eval_shape(lambda: (jobs.knobs, jax.vmap(functools.partial(load, limits, traces))(jobs)))
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def run(
@@ -145,61 +180,93 @@ def run(
     steps: int = STEPS,
     on_events: Callable[[Event], None] | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, outcome) as they end."""
+    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, outcome) as they end.
+
+    The next chunk is under way while the outcomes of the last one are looked at.
+    """
     with x64():
         mesh = devices_mesh(devices)
-        empty, fill, chunk = compiled(limits, mesh, steps)
+        fill, chunk, pick = compiled(limits, mesh, steps)
         whole, split = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS))
         traces, tables, chains, on = jax.device_put((traces, tables, chains, np.bool_(True)), whole)
         total, waiting = width * len(devices), len(jobs.trace)
+        slots = -(-width // blocks(limits)) * blocks(limits)
 
         def take(index: np.ndarray) -> Job:
-            return jax.device_put(jax.tree.map(lambda column: column[index], jobs), split)
+            return jax.tree.map(lambda column: column[index], jobs)
 
-        knobs, state = empty(traces, take(np.zeros(total, np.int64)))
+        knobs, state = jax.device_put(blank(limits, traces, take(np.zeros(total, np.int64))), split)
         holds = np.full(total, -1)  # the job in each lane
         queued = 0
+        empty, outcomes = True, []
         while True:
             free = np.flatnonzero(holds < 0)
             # Spread what is left over the devices.
             free = free[np.argsort(free % width, kind="stable")][: waiting - queued]
-            if free.size:
-                holds[free] = np.arange(queued, queued + free.size)
-                queued += free.size
-                lanes = np.zeros((len(devices), width), np.int32)
-                order = np.zeros((len(devices), width), np.int64)
+            holds[free] = np.arange(queued, queued + free.size)
+            queued += free.size
+            # At first every lane gets a simulation; those without one of their own run the first one along.
+            loaded = np.arange(total) if empty else free
+            if loaded.size:
+                empty = False
+                lanes = np.full((len(devices), slots), width, np.int32)
+                order = np.zeros((len(devices), slots), np.int64)
                 count = np.zeros(len(devices), np.int32)
                 for device in range(len(devices)):
-                    mine = free[free // width == device]
+                    mine = loaded[loaded // width == device]
                     count[device] = mine.size
                     lanes[device, : mine.size] = mine % width
-                    order[device, : mine.size] = holds[mine]
-                places = jax.device_put((count, lanes.reshape(-1)), split)
-                knobs, state = fill(traces, knobs, state, *places, take(order.reshape(-1)))
+                    order[device, : mine.size] = np.maximum(holds[mine], 0)
+                places = jax.device_put((count, lanes.reshape(-1), take(order.reshape(-1))), split)
+                knobs, state = fill(traces, knobs, state, *places)
             if not (holds >= 0).any():
+                yield from outcomes
                 return
             state, events = chunk(on, knobs, tables, chains, state)
+            yield from outcomes
             if on_events is not None:
                 on_events(jax.tree.map(np.asarray, events))
             status = np.asarray(state.status)
             ended = np.flatnonzero((holds >= 0) & (status != Status.RUNNING))
+            outcomes = []
             if ended.size:
-                kept = None if state.cache is None else state.cache._replace(memory=state.status)
-                small = jax.tree.map(np.asarray, state._replace(memory=state.status, cache=kept))
-                memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
-                caches = []
-                if state.cache is not None:
-                    caches = [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
-                outcomes = []
-                for lane in ended:
-                    scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)
-                    device, place = divmod(int(lane), width)
-                    cache = caches[device][place].copy() if caches else None
-                    outcomes.append((int(holds[lane]), Outcome(memories[device][place].copy(), scalars, cache)))
+                found = copied(state, ended, width) if limits.fenced else fetched(pick, state, ended, width)
+                outcomes = list(zip(holds[ended].tolist(), found, strict=True))
                 holds[ended] = -1
-                del memories, caches
-                yield from outcomes
 
 
-def _in_order(array: jax.Array) -> list[Any]:
-    return sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+def copied(state: State, ended: np.ndarray, width: int) -> list[Outcome]:
+    """The outcomes of the lanes `ended`, in their order, where devices share this machine's memory."""
+    ending, *memories = left(state)
+    ending = jax.tree.map(np.asarray, ending)
+    memory, cache = map(_by_device, memories)
+    return [
+        Outcome(
+            memory[lane // width][lane % width].copy(),
+            jax.tree.map(lambda leaf, lane=lane: leaf[lane].copy(), ending),
+            cache[lane // width][lane % width].copy() if cache else None,
+        )
+        for lane in ended
+    ]
+
+
+def fetched(pick: Callable, state: State, ended: np.ndarray, width: int) -> list[Outcome]:
+    """The same, where they do not: nothing but these lanes leaves the devices."""
+    found: dict[int, Outcome] = {}
+    mine = [ended[ended // width == device] for device in range(len(state.status) // width)]
+    for first in range(0, max(map(len, mine)), BLOCK):
+        some = [lanes[first : first + BLOCK] for lanes in mine]
+        places = np.stack([np.pad(lanes % width, (0, BLOCK - len(lanes))) for lanes in some]).astype(np.int32)
+        picked = pick(jax.device_put(places.reshape(-1), state.status.sharding), state)
+        ending, memory, cache = jax.tree.map(np.asarray, picked)
+        for device, lanes in enumerate(some):
+            for row, lane in enumerate(lanes, device * BLOCK):
+                small = jax.tree.map(lambda leaf, row=row: leaf[row], ending)
+                found[lane] = Outcome(memory[row], small, None if cache is None else cache[row])
+    return [found[lane] for lane in ended]
+
+
+def _by_device(array: jax.Array | None) -> list[np.ndarray]:
+    """Each device's part, without copying it where it is in this machine's memory."""
+    shards = [] if array is None else array.addressable_shards
+    return [np.asarray(shard.data) for shard in sorted(shards, key=lambda shard: shard.index[0].start or 0)]

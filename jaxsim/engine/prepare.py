@@ -47,8 +47,7 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
 
     `room` multiplies the rows for the prefix cache. Raises ConfigError.
     """
-    # A closed loop ignores arrival times, so that the same list in another order of arrival is another trace.
-    keys = [(id(listed), count is not None) for listed, count in zip(settings.requests, settings.clients, strict=True)]
+    keys = _keys(settings)
     lists = dict(zip(keys, settings.requests, strict=True))
     orders = [arrival_order(listed, closed) for (_, closed), listed in lists.items()]
     place = {key: i for i, key in enumerate(lists)}
@@ -110,6 +109,27 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
         knobs=_knobs(settings, costs, cost_index, leap)._replace(chains=np.array(trie_index, np.int32)),
     )
     return Prepared(limits, traces, tables, chains, jobs, orders)
+
+
+def _keys(settings: Settings) -> list[tuple[int, bool]]:
+    """Which trace each setting needs: a list of requests, and whether in the list's own order.
+
+    A closed loop ignores arrival times: it needs one of its own only where the list is not in order of arrival.
+    """
+    own: dict[int, bool] = {}
+    for listed, clients in zip(settings.requests, settings.clients, strict=True):
+        if clients is not None and id(listed) not in own:
+            own[id(listed)] = not _in_order(listed)
+    pairs = zip(settings.requests, settings.clients, strict=True)
+    return [(id(listed), clients is not None and own[id(listed)]) for listed, clients in pairs]
+
+
+def _in_order(requests: Requests) -> bool:
+    """Whether the list has times of arrival, and is in their order."""
+    times = np.asarray(requests.arrival_s, np.float64)
+    if times.shape != np.shape(requests.prompt_len):
+        return False
+    return bool((np.diff(times) >= 0).all() and times[0] >= 0 and times[-1] < LATEST_S)
 
 
 def _tries(settings: Settings, traces: list[int], orders: list[np.ndarray]) -> tuple[list[Trie], list[int]]:

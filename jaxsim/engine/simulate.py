@@ -1,6 +1,6 @@
 """One simulation or many."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,8 @@ from jaxsim.engine.prepare import Settings, arrival_order, capped, check, prepar
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
 from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
+from jaxsim.engine.width import width
 from jaxsim.errors import ConfigError
-
-LANES = 256  # per device: fewer and the dispatch of operations dominates, more and their state outgrows the cache
 
 
 def simulate(
@@ -41,7 +40,7 @@ def simulate(
     """
     replay = Replay(engine.overlaps) if trace or series else None
     settings = Settings([requests], [engine], [cost], [clients], [stretch], [think_time_s])
-    sole = _run(settings, leap and replay is None, True, None, None, replay)[0]
+    ((_, sole),) = _run(settings, leap and replay is None, True, None, replay)
     if replay is None:
         return sole
     rows = replay.rows(arrival_order(requests, clients is not None), sole)
@@ -62,14 +61,16 @@ def simulate_many(
     statistics: bool = True,
     on_done: Callable[[int, Simulation], None] | None = None,
     lanes: int | None = None,
+    keep: bool = True,
 ) -> list[Simulation]:
     """Simulate many settings at once, on all local devices.
 
     Each of requests, engine, cost, clients, stretch and think_time_s is one value or a sequence; sequences have one
-    common length, the number of simulations. `on_done(index, simulation)` is called as each ends. Without `statistics`
-    only the per-request records and the counts that come with them are kept, the rest of `Totals` is NaN.
-    `lanes` is the number of simulations that a device steps together; given, it makes calls of any length share one
-    compiled program.
+    common length, the number of simulations. `on_done(index, simulation)` is called as each ends; without `keep` that
+    is all and the list is empty: records take 57 bytes a request, which adds up over many simulations.
+    Without `statistics` only the per-request records and the counts that come with them are kept, the rest of `Totals`
+    is NaN. `lanes` is the number of simulations that a device steps together, if so many fit into its memory; given, it
+    makes calls of any length share one compiled program.
     """
     if lanes is not None and lanes < 1:
         raise ConfigError("lanes", lanes, "must be at least 1")
@@ -82,19 +83,24 @@ def simulate_many(
     if length == 0:
         return []
     columns = [list(value) if is_many else [value] * length for value, is_many in zip(arguments, many, strict=True)]
-    return _run(Settings(*columns), leap, statistics, on_done, lanes, None)
+    results: list[Any] = [None] * length if keep else []
+    for index, ended in _run(Settings(*columns), leap, statistics, lanes, None):
+        if keep:
+            results[index] = ended
+        if on_done is not None:
+            on_done(index, ended)
+    return results
 
 
 def _run(
     settings: Settings,
     leap: bool,
     statistics: bool,
-    on_done: Callable[[int, Simulation], None] | None,
-    width: int | None,
+    asked: int | None,
     replay: Replay | None,
-) -> list[Simulation]:
+) -> Iterator[tuple[int, Simulation]]:
+    """Each simulation with its index, as it ends; `asked` is the number of lanes."""
     check(settings)
-    results: list[Any] = [None] * len(settings.engine)
     settings = settings._replace(requests=capped(settings.requests, settings.engine))
     # Rules that cost something are programs of their own, and so is prefix caching.
     programs: dict[tuple, list[int]] = {}
@@ -107,12 +113,9 @@ def _run(
         prepared = prepare(settings.at(index), caches, leap, statistics, replay is not None, room)
         limits, traces, tables, chains, jobs, orders = prepared
         devices = jax.local_devices()
-        if width is None:
+        if asked is None:
             devices = devices[: 1 if replay is not None or len(index) < len(devices) else None]
-            share = -(-len(index) // len(devices))
-            lanes = min(LANES, 1 << (share - 1).bit_length())
-        else:
-            lanes = width
+        lanes = width(limits, asked, len(index), devices)
         on_events = None if replay is None else replay.add
         for i, outcome in run(limits, traces, tables, chains, jobs, lanes, devices, on_events=on_events):
             place, order = index[i], orders[int(jobs.trace[i])]
@@ -129,10 +132,7 @@ def _run(
                 if replay is not None:
                     replay.clear()
                 continue
-            results[place] = result
-            if on_done is not None:
-                on_done(place, results[place])
-    return results
+            yield place, result
 
 
 def finds_blocks(settings: Settings) -> list[bool]:

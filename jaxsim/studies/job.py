@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 from rich.console import Console
 
 from jaxsim import settings as schema
 from jaxsim.defaults import lines
+from jaxsim.engine.width import steady
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.results.store import open_store
@@ -91,6 +93,11 @@ class Job:
     @property
     def runtime(self) -> RuntimeSettings:
         return self.groups["runtime"]
+
+    @property
+    def lanes(self) -> int:
+        """Simulations that each device steps together."""
+        return self.runtime.lanes or steady(jax.default_backend())
 
     def evaluate(self) -> Evaluate:
         """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""

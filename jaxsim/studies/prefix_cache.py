@@ -78,15 +78,21 @@ def run(job: Job) -> None:
             jobs = [(point, seed) for point in points.values() for seed in range(seeds)]
             requests: list[Requests] = [point.variant.sampled.requests[seed] for point, seed in jobs]
             chosen: list[EngineConfig] = [engines[point.pool, point.caching] for point, _ in jobs]  # pyright: ignore
-            done: list[Simulation] = simulate_many(
+            found: list[Any] = [None] * len(jobs)
+
+            def note(index: int, simulation: Simulation) -> None:
+                found[index] = figures(simulation, job.slo, job.search.warmup)
+                bar.advance()
+
+            simulate_many(
                 requests,
                 chosen,
                 cost,
                 stretch=[point.variant.sampled.stretch(seed, load_rps) for point, seed in jobs],
-                on_done=lambda index, simulation: bar.advance(),
-                lanes=job.runtime.lanes if len(jobs) > 2 * (job.runtime.lanes or 0) else None,
+                on_done=note,
+                lanes=job.lanes if len(jobs) > 2 * job.lanes else None,
+                keep=False,
             )
-            found = [figures(one, job.slo, job.search.warmup) for one in done]
             return {key: found[i * seeds : (i + 1) * seeds] for i, key in enumerate(points)}
 
         try:

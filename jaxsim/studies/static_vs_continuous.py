@@ -38,7 +38,7 @@ def run(job: Job) -> None:
                 cost,
                 stretch=[sampled.stretch(seed, load) for load in loads for seed in range(len(requests))],
                 on_done=lambda index, simulation: bar.advance(),
-                lanes=job.runtime.lanes,
+                lanes=job.lanes,
             )
 
         try:

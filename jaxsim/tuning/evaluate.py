@@ -4,7 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import jax
+
 from jaxsim.engine import Simulation, simulate_many
+from jaxsim.engine.width import steady
 from jaxsim.settings import SearchSettings, SloSettings
 from jaxsim.tuning.figures import figures
 from jaxsim.tuning.load import Verdict
@@ -46,13 +49,13 @@ class Simulator:
     replicates: Replicates
     slo: SloSettings
     search: SearchSettings
-    lanes: int | None = None
+    lanes: int | None = None  # None: what the device can do
     simulate: Callable[..., list[Simulation]] | None = None  # None: `simulate_many`
 
     def __call__(self, tasks: Sequence[Task], on_done: OnDone | None = None) -> list[Outcome]:
         outcomes: list[Any] = [None] * len(tasks)
 
-        def keep(index: int, simulation: Simulation) -> None:
+        def note(index: int, simulation: Simulation) -> None:
             outcomes[index] = self.outcome(tasks[index], simulation)
             if on_done is not None:
                 on_done(index, outcomes[index])
@@ -64,8 +67,9 @@ class Simulator:
             clients=[task.clients for task in tasks],
             stretch=[self._stretch(task) for task in tasks],
             think_time_s=self.search.think_time_s,
-            on_done=keep,
-            lanes=self.lanes,
+            on_done=note,
+            lanes=self.lanes or steady(jax.default_backend()),
+            keep=False,
         )
         return outcomes
 

@@ -1,0 +1,75 @@
+"""How many lanes a device gets: as many as its memory holds, and not more than are fast."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxsim.engine.layout import Limits
+from jaxsim.engine.statistics import BINS
+from jaxsim.errors import ConfigError
+
+FAST = {"cpu": 256}  # lanes: fewer and the dispatch of operations dominates, more and their state outgrows the cache
+FAST_ELSEWHERE = 1 << 18  # kernels cost the same for one lane as for thousands
+STEADY = {"cpu": 64}  # lanes that every call gets, where calls of any length are to share one program
+STEADY_ELSEWHERE = 1 << 12
+SCALARS = 768  # bytes, at most, of what is neither a memory nor a table
+SHARE = 0.5  # of the free memory; the rest is for copies on the way in and out, and for whoever else is there
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def lane_bytes(limits: Limits) -> int:
+    """Bytes of one simulation's state, rounded up."""
+    words = limits.memory + limits.tops + limits.phases + BINS + (limits.prefix_memory if limits.prefix else 0)
+    return 4 * words + SCALARS
+
+
+def width(limits: Limits, asked: int | None, jobs: int, devices: Sequence[Any]) -> int:
+    """Lanes of each device for so many jobs; `asked` for, there are as many, but never more than fit.
+
+    Raises ConfigError where not even one does.
+    """
+    room = int(SHARE * free_bytes(devices)) // lane_bytes(limits)
+    if room < 1:
+        free = free_bytes(devices) / 2**30
+        need = lane_bytes(limits) / SHARE / 2**30
+        allowed = f"needs {need:.2g} GiB for one simulation of so many requests, {free:.2g} GiB are free on each device"
+        raise ConfigError("requests", limits.requests, allowed)
+    if asked is not None:
+        return min(asked, room)
+    share = -(-jobs // len(devices))
+    fast = FAST.get(devices[0].platform, FAST_ELSEWHERE)
+    return min(1 << (share - 1).bit_length(), fast, room)
+
+
+def steady(platform: str) -> int:
+    """Lanes for calls of any length that are to share one program."""
+    return STEADY.get(platform, STEADY_ELSEWHERE)
+
+
+def free_bytes(devices: Sequence[Any]) -> int:
+    """Free memory of each of the devices; what CPU devices have is this machine's, in equal parts."""
+    if devices[0].platform == "cpu":
+        return available_bytes() // len(devices)
+    stats = [device.memory_stats() or {} for device in devices]
+    free = [one.get("bytes_limit", 0) - one.get("bytes_in_use", 0) for one in stats]
+    # What ends on a device is copied to this machine, all lanes at once in the worst case.
+    return min([available_bytes() // len(devices), *(each for each in free if each > 0)])
+
+
+def available_bytes() -> int:
+    """Memory of this machine that a new program may use, by the kernel and, in a container, by its limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        try:
+            found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        except (AttributeError, OSError, ValueError):
+            found = 4 << 30  # nobody says
+    try:
+        limit = int((CGROUP / "memory.max").read_text()) - int((CGROUP / "memory.current").read_text())
+        found = min(found, limit)
+    except (OSError, ValueError):  # no container, or "max"
+        pass
+    return max(found, 0)
