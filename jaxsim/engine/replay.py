@@ -17,8 +17,8 @@ class Replay:
         self._chunks: list[Event] = []
 
     def add(self, events: Event) -> None:
-        """Events of a chunk of steps, shape [steps, 1] each."""
-        self._chunks.append(events)
+        """Events of a chunk of steps, shape [steps, W] each; the simulation is in the first lane."""
+        self._chunks.append(Event(*(leaf[:, 0] for leaf in events)))
 
     def clear(self) -> None:
         """Forget what was collected: the simulation starts again."""
@@ -38,9 +38,7 @@ class Replay:
         prompts = simulation.prompt_len
         known = {}
         done: dict[int, int] = {}
-        events = [
-            np.concatenate([np.asarray(leaf)[:, 0] for leaf in leaves]) for leaves in zip(*self._chunks, strict=True)
-        ]
+        events = [np.concatenate(leaves) for leaves in zip(*self._chunks, strict=True)]
         for event in zip(*(leaf.tolist() for leaf in events), strict=True):
             e = Event(*event)
             if e.finished != NONE:

@@ -9,6 +9,7 @@ from jaxsim.engine.layout import Limits
 from jaxsim.engine.statistics import BINS
 from jaxsim.errors import ConfigError
 
+LEAST = 2  # lanes: of a single one, XLA for CPUs copies the memory in every step
 FAST = {"cpu": 256}  # lanes: fewer and the dispatch of operations dominates, more and their state outgrows the cache
 FAST_ELSEWHERE = 1 << 18  # kernels cost the same for one lane as for thousands
 STEADY = {"cpu": 64}  # lanes that every call gets, where calls of any length are to share one program
@@ -27,19 +28,19 @@ def lane_bytes(limits: Limits) -> int:
 def width(limits: Limits, asked: int | None, jobs: int, devices: Sequence[Any]) -> int:
     """Lanes of each device for so many jobs; `asked` for, there are as many, but never more than fit.
 
-    Raises ConfigError where not even one does.
+    Raises ConfigError where not even the least number does.
     """
     room = int(SHARE * free_bytes(devices)) // lane_bytes(limits)
-    if room < 1:
+    if room < LEAST:
         free = free_bytes(devices) / 2**30
-        need = lane_bytes(limits) / SHARE / 2**30
-        allowed = f"needs {need:.2g} GiB for one simulation of so many requests, {free:.2g} GiB are free on each device"
+        need = LEAST * lane_bytes(limits) / SHARE / 2**30
+        allowed = f"must be fewer: so many need {need:.2g} GiB, of which {free:.2g} GiB are free on each device"
         raise ConfigError("requests", limits.requests, allowed)
     if asked is not None:
-        return min(asked, room)
+        return min(max(asked, LEAST), room)
     share = -(-jobs // len(devices))
     fast = FAST.get(devices[0].platform, FAST_ELSEWHERE)
-    return min(1 << (share - 1).bit_length(), fast, room)
+    return min(max(1 << (share - 1).bit_length(), LEAST), fast, room)
 
 
 def steady(platform: str) -> int:
