@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from test_lanes import everything, run, settings
 
-from jaxsim.engine import lanes, width
+from jaxsim.engine import AffineCost, CostTable, EngineConfig, Requests, lanes, simulate_many, width
 from jaxsim.engine.layout import Limits
 from jaxsim.engine.prepare import Settings, prepare
 from jaxsim.errors import ConfigError
+from jaxsim.tuning.space import FixedCost
 
 PLAIN = Limits(requests=1024, ring=2048, phases=16)
 KINDS = {
@@ -69,6 +71,68 @@ def test_a_single_lane_is_too_slow_and_two_do_not_fit(monkeypatch):
     monkeypatch.setattr(width, "available_bytes", lambda: width.lane_bytes(PLAIN))
     with pytest.raises(ConfigError, match="^requests=1024: must be fewer: so many need 0.00034 GiB, of which 8.6e-05 "):
         width.width(PLAIN, 8, 10, devices("cpu", 1))
+
+
+REGIONS = ("arrivals", "log", "buckets", "words", "tickets", "sinks", "memory")
+BY_PRIORITY = ("tickets", "places", "waiting_words", "class_words", "sinks")
+ROWS = ("segment_rows", "node_rows", "visitor_rows", "hold_rows", "prefix_sinks", "prefix_memory")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_million_requests_can_be_addressed(kind, monkeypatch):
+    """Regions follow each other, in numbers of 32 bits, with everything that a request can bring."""
+    million = 1_000_448  # a multiple of 1024
+    limits = replace(KINDS[kind], requests=million, ring=1 << 22)
+    if limits.prefix:
+        limits = replace(limits, nodes=2 * million, segments=4 * million, holds=8 * 4096)
+    for names in (REGIONS, *[BY_PRIORITY] * limits.priority, *[ROWS] * limits.prefix):
+        starts = [getattr(limits, name) for name in names]
+        assert starts == sorted(starts) and starts[-1] < 2**31
+    assert limits.arrivals == 16 * (million + 1)  # a row each, and one more for reads beyond the end
+    assert limits.tops * 1024 >= limits.ring and limits.requests % 1024 == 0  # both levels of the bitmaps
+    monkeypatch.setattr(width, "available_bytes", lambda: 2**50)
+    assert width.width(limits, 8, 1, devices("cpu", 1)) == 8
+    per_request = 27 if limits.priority else 20  # cells: row, arrival, log; ticket and place
+    for requests, fits in ((2**31 // (per_request + 1) // 1024 * 1024, True), (2**31 // per_request, False)):
+        more = replace(limits, requests=requests)
+        if fits and not limits.prefix:
+            assert width.width(more, 8, 1, devices("cpu", 1)) == 8
+        elif not fits:
+            with pytest.raises(ConfigError, match=f"^requests={requests}: must be fewer: a memory has 2.31 cells"):
+                width.width(more, 8, 1, devices("cpu", 1))
+
+
+def test_a_long_queue_at_a_single_seat():
+    """40,000 requests one after the other: each starts when it has come and the one before it has gone."""
+    count, rng = 40_000, np.random.default_rng(2)
+    arrival_ps = np.cumsum(rng.integers(1, 10**11, count))
+    prompt, output = rng.integers(1, 200, count), rng.integers(1, 6, count)
+    cost = CostTable(step_ps=10**10, prefill_token_ps=10**8, decode_seq_ps=10**7)
+    engine = EngineConfig(max_num_seqs=1, max_num_batched_tokens=256, num_gpu_blocks=99, max_model_len=256)
+    requests = Requests(arrival_ps / 1e12, prompt, output)
+    (simulation,) = simulate_many(requests, engine, FixedCost(cost), statistics=False)
+    first = 10**10 + 10**8 * prompt
+    rest = (output - 1) * (10**10 + 10**7)
+    scheduled, free = np.zeros(count, np.int64), 0
+    for i, (arrival, busy) in enumerate(zip(arrival_ps.tolist(), (first + rest).tolist(), strict=True)):
+        scheduled[i] = max(arrival, free)
+        free = scheduled[i] + busy
+    assert np.array_equal(simulation.arrival_ps, arrival_ps)
+    assert np.array_equal(simulation.first_scheduled_ps, scheduled)
+    assert np.array_equal(simulation.first_token_ps, scheduled + first)
+    assert np.array_equal(simulation.finish_ps, scheduled + first + rest)
+    assert (scheduled > arrival_ps).mean() > 0.3  # some wait, some don't
+    assert simulation.totals.scan_steps < 3 * count
+
+
+def test_more_tokens_than_can_be_counted():
+    requests = Requests(np.zeros(600), np.ones(600, int), np.full(600, 2**22 - 1))
+    engine = EngineConfig(1, 64, 2**22 - 1, 2**22 - 1)
+    with pytest.raises(ConfigError, match="^requests.output_len=2516581200 together: must be below 2147483648 tokens"):
+        simulate_many(requests, engine, AffineCost(0, 0, 0, 0))
+    with pytest.raises(ConfigError, match="^engine.num_gpu_blocks=2097152: must be below 2097152 at block_size=1024"):
+        EngineConfig(1, 64, 2**21, 4096, block_size=1024)
+    EngineConfig(1, 64, 2**21 - 1, 4096, block_size=1024)
 
 
 def test_a_container_limits_what_is_available(tmp_path, monkeypatch):

@@ -165,7 +165,8 @@ def blocks(limits: Limits) -> int:
 
 def blank(limits: Limits, traces: Traces, jobs: Job) -> tuple[Knobs, State]:
     """Lanes in which nothing is loaded yet, one for each of the jobs: zeros, on the host, which cost no compile."""
-    shapes = jax.eval_shape(lambda: (jobs.knobs, jax.vmap(functools.partial(load, limits, traces))(jobs)))
+    each = jax.vmap(functools.partial(load, limits), in_axes=(None, 0))
+    shapes = jax.eval_shape(lambda traces, jobs: (jobs.knobs, each(traces, jobs)), traces, jobs)
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 

@@ -12,7 +12,7 @@ from jaxsim.engine.lanes import Job, Traces
 from jaxsim.engine.layout import INFINITE, Knobs, Limits, Tables
 from jaxsim.engine.leap import MOST
 from jaxsim.engine.priority import ranks
-from jaxsim.engine.types import LARGEST, LATEST_S, EngineConfig, Requests, is_integer, picoseconds
+from jaxsim.engine.types import LARGEST, LATEST_S, MOST_TOKENS, EngineConfig, Requests, is_integer, picoseconds
 from jaxsim.errors import ConfigError
 
 
@@ -227,6 +227,10 @@ def _check_requests(requests: Requests, max_model_len: int, stretch: float | Non
     if (bad := np.flatnonzero(prompt >= max_model_len)).size:
         allowed = f"must be below max_model_len={max_model_len}; vLLM refuses the request"
         raise ConfigError(f"requests.prompt_len[{bad[0]}]", prompt[bad[0]], allowed)
+    tokens = int(np.minimum(output, max_model_len - prompt).sum(dtype=np.int64))
+    if tokens >= MOST_TOKENS:
+        allowed = f"must be below {MOST_TOKENS} tokens in one simulation"
+        raise ConfigError("requests.output_len", f"{tokens} together", allowed)
     if stretch is not None and (bad := np.flatnonzero(~((arrival >= 0) & (arrival * stretch < LATEST_S)))).size:
         value = arrival[bad[0]] * stretch
         raise ConfigError(f"requests.arrival_s[{bad[0]}]", value, f"must be from 0 to {LATEST_S:g} seconds")

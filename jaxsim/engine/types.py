@@ -15,6 +15,7 @@ from jaxsim.errors import ConfigError
 PS_PER_S = 10**12
 NEVER = -1
 LATEST_S = 2.0e6  # times that are given must be earlier: far below the int64 limit of 9.2e6 s
+MOST_TOKENS = 1 << 31  # of a pool, and of all outputs of a simulation, must stay below: they are counted in int32
 LARGEST = 1 << 22  # tokens of one request, blocks of a pool and seats must stay below: quotients are exact in float32
 
 
@@ -104,6 +105,9 @@ class EngineConfig:
                 raise ConfigError(f"engine.{key}", value, f"must be an integer from 1 to {LARGEST - 1}")
         if self.num_gpu_blocks < 2:
             raise ConfigError("engine.num_gpu_blocks", self.num_gpu_blocks, "must be at least 2: one is the null block")
+        if self.num_gpu_blocks * self.block_size >= MOST_TOKENS:
+            allowed = f"must be below {-(-MOST_TOKENS // self.block_size)} at block_size={self.block_size}"
+            raise ConfigError("engine.num_gpu_blocks", self.num_gpu_blocks, allowed)
         threshold = self.long_prefill_token_threshold
         if not is_integer(threshold) or not 0 <= threshold < LARGEST:
             allowed = "must be 0 (off) or a number of tokens"

@@ -10,6 +10,7 @@ from jaxsim.engine.statistics import BINS
 from jaxsim.errors import ConfigError
 
 LEAST = 2  # lanes: of a single one, XLA for CPUs copies the memory in every step
+MOST_CELLS = 1 << 31  # of one memory: cells are numbered in int32
 FAST = {"cpu": 256}  # lanes: fewer and the dispatch of operations dominates, more and their state outgrows the cache
 FAST_ELSEWHERE = 1 << 18  # kernels cost the same for one lane as for thousands
 STEADY = {"cpu": 64}  # lanes that every call gets, where calls of any length are to share one program
@@ -28,8 +29,10 @@ def lane_bytes(limits: Limits) -> int:
 def width(limits: Limits, asked: int | None, jobs: int, devices: Sequence[Any]) -> int:
     """Lanes of each device for so many jobs; `asked` for, there are as many, but never more than fit.
 
-    Raises ConfigError where not even the least number does.
+    Raises ConfigError where not even the least number does, and for more requests than can be addressed.
     """
+    if max(limits.memory, limits.prefix_memory if limits.prefix else 0) >= MOST_CELLS:
+        raise ConfigError("requests", limits.requests, "must be fewer: a memory has 2^31 cells, see docs/size.md")
     room = int(SHARE * free_bytes(devices)) // lane_bytes(limits)
     if room < LEAST:
         free = free_bytes(devices) / 2**30
