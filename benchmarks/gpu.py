@@ -164,6 +164,8 @@ def kernels(text: str) -> Counter:
 def measure(program: Program, mesh: Any, seconds: float) -> dict[str, Any]:
     """Steps all lanes to their end, or for so many seconds."""
     whole, split = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(lanes.AXIS))
+    taken: list[float] = []
+    done, ended, steps = np.zeros(1, bool), np.zeros(1, bool), np.zeros(1, np.int32)
     with lanes.x64():
         filling, stepping = arguments(program.prepared, program.lanes, mesh)
         on, _, tables, chains, _ = stepping
@@ -173,16 +175,15 @@ def measure(program: Program, mesh: Any, seconds: float) -> dict[str, Any]:
         knobs, state = program.fill(traces, *rest)
         jax.block_until_ready(state)
         fill_s = time.monotonic() - start
-        taken = []
         begun = time.monotonic()
         while time.monotonic() - begun < seconds:
             start = time.monotonic()
             state, _ = program.chunk(on, knobs, tables, chains, state)
             status = np.asarray(state.status)
             taken.append(time.monotonic() - start)
-            if (status != Status.RUNNING).all():
+            done, ended = status == Status.DONE, status != Status.RUNNING
+            if ended.all():
                 break
-        done = status == Status.DONE
         steps = np.asarray(state.scan_steps)[done]
     step_s = float(np.median(taken)) / STEPS
     each = float(steps.mean()) / len(program.prepared.orders[0]) if done.any() else math.nan
@@ -193,8 +194,8 @@ def measure(program: Program, mesh: Any, seconds: float) -> dict[str, Any]:
         "ns_per_request": 1e9 * each * step_s / program.lanes,
         "requests_per_s": program.lanes / step_s / each,
         "fill_s": fill_s,
-        "ended": float(np.mean(status != Status.RUNNING)),
-        "not_done": int((~done & (status != Status.RUNNING)).sum()),
+        "ended": float(ended.mean()),
+        "not_done": int((ended & ~done).sum()),
     }
 
 
@@ -202,7 +203,7 @@ def end_to_end(name: str, requests: int, count: int) -> dict[str, Any]:
     """Through the public function, records and all; compiled already if so many lanes were measured."""
     given = settings(name, requests)
     jobs = 2 * count
-    some = [[column[i % ENGINES] for i in range(jobs)] for column in given]
+    some: Any = [[column[i % ENGINES] for i in range(jobs)] for column in given]
     start = time.monotonic()
     simulate_many(*some[:3], stretch=some[4], statistics=name != "plain", lanes=count, keep=False)
     first = time.monotonic() - start

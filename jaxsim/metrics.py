@@ -200,12 +200,12 @@ def itl_share_above(simulation: Any, limit_ms: float) -> float:
 
 def t_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> Interval:
     """Student t interval of the mean over seeds; the half width of fewer than two values is NaN."""
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
     array = np.asarray(values, dtype=np.float64)
     if len(array) < 2:
         return Interval(_mean(array), math.nan)
-    quantile = float(t.ppf((1 + level) / 2, len(array) - 1))
+    quantile = float(stdtrit(len(array) - 1, (1 + level) / 2))
     return Interval(float(array.mean()), quantile * float(array.std(ddof=1)) / math.sqrt(len(array)))
 
 

@@ -10,6 +10,7 @@ import netrc
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,7 @@ def _guarded(method: Callable[..., Result]) -> Callable[..., Result | None]:
 
 
 class Tracking:
-    """One W&B run, or none.
+    """One W&B run, or none. It starts beside the job, which waits for it where something is to be logged.
 
     The same `run_id` continues the same run; steps that it has already are not logged twice.
     """
@@ -56,35 +57,52 @@ class Tracking:
         group: str | None = None,
         run_id: str | None = None,
     ):
-        self.run: Any = None
-        self.online = False
+        self._run: Any = None
+        self._starting: threading.Thread | None = None
+        self._online = False
         if settings.mode == "disabled":
             return
         more: dict[str, Any] = {"group": settings.group or group, "name": name, "job_type": job_type}
         if run_id is not None and "WANDB_RUN_ID" not in os.environ:  # a W&B agent names the runs of its sweep
             more |= {"id": run_id, "resume": "allow"}
         more |= {"project": settings.project, "dir": str(folder), "config": dict(config)}
+        self._starting = threading.Thread(target=self._start, args=(settings.mode, more))
+        self._starting.start()
+
+    @property
+    def run(self) -> Any:
+        """W&B's run, once it has started; None if there is none."""
+        if self._starting is not None:
+            self._starting.join()
+        return self._run
+
+    @property
+    def online(self) -> bool:
+        """Whether a server has taken the run on."""
+        return self.run is not None and self._online
+
+    def _start(self, mode: str, more: Mapping[str, Any]) -> None:
         try:
             logging.getLogger("wandb").setLevel(logging.ERROR)
             import wandb
 
             self.wandb = wandb
-            self._start(settings.mode, more)
+            self._reach(mode, more)
         except Exception as error:  # no space, no package: the simulation does not depend on any of it
             self.fail(error)
 
-    def _start(self, mode: str, more: Mapping[str, Any]) -> None:
+    def _reach(self, mode: str, more: Mapping[str, Any]) -> None:
         if mode == "online" or mode == "auto" and logged_in():
             try:
                 if not logged_in():
                     raise RuntimeError("no API key; log in with `wandb login`")
-                self.run = self._init("online", more)
-                self.online = True
+                self._run = self._init("online", more)
+                self._online = True
                 return
             except Exception as error:  # no network, a wrong key
                 print(f"warning: W&B stays offline: {_line(error)}", file=sys.stderr)
                 self.wandb.teardown()  # what is left of the attempt
-        self.run = self._init("offline", more)
+        self._run = self._init("offline", more)
 
     def _init(self, mode: Any, more: Mapping[str, Any]) -> Any:
         self.wandb.setup(self.wandb.Settings(**QUIET))
@@ -93,7 +111,7 @@ class Tracking:
         return self.wandb.init(mode=mode, settings=self.wandb.Settings(**QUIET, **known), **more)
 
     def fail(self, error: Exception) -> None:
-        run, self.run = self.run, None
+        run, self._run = self._run, None
         print(f"warning: W&B tracking is off from here on: {_line(error)}", file=sys.stderr)
         if run is not None:
             try:
@@ -143,8 +161,8 @@ class Tracking:
         folder = Path(self.run.dir).parent
         shown = shlex.quote(os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder))
         sync = f"sync it    wandb sync {shown}"
-        run, self.run = self.run, None
-        if not self.online:
+        online, run, self._run = self.online, self._run, None
+        if not online:
             run.finish()
             return [f"view it    wandb leet {shown}", sync]
         url = run.url

@@ -43,6 +43,7 @@ def watch(run: Callable[[], Any]) -> tuple[Program, Any]:
                 programs.append(Program(limits, steps, shapes, executables[0].as_text()))
             return executables[0](*arguments)
 
+        watched.lower = chunk.lower  # pyright: ignore[reportFunctionMemberAccess]
         return fill, watched, pick
 
     with pytest.MonkeyPatch.context() as patch:

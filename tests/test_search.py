@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxsim.engine import Requests, Simulation, Status, Totals
 from jaxsim.metrics import Interval
 from jaxsim.settings import SearchSettings, SloSettings
+from jaxsim.tuning import capacity
 from jaxsim.tuning.capacity import CapacitySearch, choose
 from jaxsim.tuning.evaluate import Simulator
 from jaxsim.tuning.figures import figures, limited_by, number_of_instances, over_seeds
@@ -250,3 +251,22 @@ def test_figures_over_seeds_have_student_intervals():
 def test_a_lone_search_with_room_for_thousands_of_probes_stays_on_the_ladder():
     ladder = search_all(np.arange(1.0, 101.0), [97], [0.0], 2000)
     assert ladder.low[0] == 97
+
+
+def test_a_round_of_any_size_is_taken_in_bounded_parts(monkeypatch):
+    """The parts hold whole values, all seeds of each, and the answer does not depend on them."""
+    whole = run_search(lambda seats: seats / 8, lambda seats: seats // 2)
+    sizes, call = [], Simulator.__call__
+
+    def counted(self, tasks, *more):
+        sizes.append(len(tasks))
+        return call(self, tasks, *more)
+
+    monkeypatch.setattr(Simulator, "__call__", counted)
+    monkeypatch.setattr(capacity, "AT_ONCE", 7)
+    parts = run_search(lambda seats: seats / 8, lambda seats: seats // 2)
+    assert max(sizes) == 6 and len(sizes) > parts.rounds and sum(sizes) == parts.simulations == whole.simulations
+    for kind in ("load", "clients"):
+        for index in range(2):
+            one, other = found(whole, kind, index), found(parts, kind, index)
+            assert one.interval == other.interval and repr(one.outcomes) == repr(other.outcomes)

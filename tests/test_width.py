@@ -59,6 +59,8 @@ def test_lanes_follow_the_memory(monkeypatch):
     assert width.width(PLAIN, 5000, 10, devices("gpu", 2000 * lane)) == 1000
     assert width.width(PLAIN, 50, 10, devices("gpu", 2000 * lane)) == 50
     assert width.width(PLAIN, None, 10**9, devices("cpu", 1, 1)) == 256  # what is fast
+    assert width.width(replace(PLAIN, requests=2**20), 64, 100, devices("cpu", 1, 1)) == 64
+    assert width.width(replace(PLAIN, requests=2**20), 64, 3, devices("cpu", 1, 1)) == 2  # 84 MB each
     monkeypatch.setattr(width, "available_bytes", lambda: 40 * lane)
     assert width.width(PLAIN, None, 10**9, devices("cpu", 1, 1)) == 10
     assert width.width(PLAIN, 64, 10**9, devices("cpu", 1)) == 20

@@ -8,7 +8,9 @@ In the shapes, `W` is the number of lanes of all devices together, `N` the padde
 distinct request lists.
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -197,6 +199,12 @@ def run(
             return jax.tree.map(lambda column: column[index], jobs)
 
         knobs, state = jax.device_put(blank(limits, traces, take(np.zeros(total, np.int64))), split)
+        stepping = on, knobs, tables, chains, state
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), stepping
+        )
+        compiling = threading.Thread(target=_compile, args=(chunk, shapes))
+        compiling.start()
         holds = np.full(total, -1)  # the job in each lane
         queued = 0
         empty, outcomes = True, []
@@ -223,6 +231,7 @@ def run(
             if not (holds >= 0).any():
                 yield from outcomes
                 return
+            compiling.join()
             state, events = chunk(on, knobs, tables, chains, state)
             yield from outcomes
             if on_events is not None:
@@ -234,6 +243,15 @@ def run(
                 found = copied(state, ended, width) if limits.fenced else fetched(pick, state, ended, width)
                 outcomes = list(zip(holds[ended].tolist(), found, strict=True))
                 holds[ended] = -1
+
+
+def _compile(function: Any, shapes: tuple) -> None:
+    """Compile a function that was jitted: JAX keeps what it has compiled, so that the first call finds it.
+
+    What goes wrong goes wrong again in that call.
+    """
+    with x64(), contextlib.suppress(Exception):
+        function.lower(*shapes).compile()
 
 
 def copied(state: State, ended: np.ndarray, width: int) -> list[Outcome]:

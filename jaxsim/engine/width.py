@@ -15,6 +15,7 @@ FAST = {"cpu": 256}  # lanes: fewer and the dispatch of operations dominates, mo
 FAST_ELSEWHERE = 1 << 18  # kernels cost the same for one lane as for thousands
 STEADY = {"cpu": 64}  # lanes that every call gets, where calls of any length are to share one program
 STEADY_ELSEWHERE = 1 << 12
+LIGHT = 1 << 28  # bytes of lanes, of which any number may be idle
 SCALARS = 768  # bytes, at most, of what is neither a memory nor a table
 SHARE = 0.5  # of the free memory; the rest is for copies on the way in and out, and for whoever else is there
 CGROUP = Path("/sys/fs/cgroup")
@@ -29,6 +30,8 @@ def lane_bytes(limits: Limits) -> int:
 def width(limits: Limits, asked: int | None, jobs: int, devices: Sequence[Any]) -> int:
     """Lanes of each device for so many jobs; `asked` for, there are as many, but never more than fit.
 
+    Nor are many idle on a CPU where they would take a lot of memory: a program for fewer is compiled sooner than they
+    have run along.
     Raises ConfigError where not even the least number does, and for more requests than can be addressed.
     """
     if max(limits.memory, limits.prefix_memory if limits.prefix else 0) >= MOST_CELLS:
@@ -39,11 +42,12 @@ def width(limits: Limits, asked: int | None, jobs: int, devices: Sequence[Any]) 
         need = LEAST * lane_bytes(limits) / SHARE / 2**30
         allowed = f"must be fewer: so many need {need:.2g} GiB, of which {free:.2g} GiB are free on each device"
         raise ConfigError("requests", limits.requests, allowed)
-    if asked is not None:
-        return min(max(asked, LEAST), room)
     share = -(-jobs // len(devices))
-    fast = FAST.get(devices[0].platform, FAST_ELSEWHERE)
-    return min(max(1 << (share - 1).bit_length(), LEAST), fast, room)
+    needed = max(1 << (share - 1).bit_length(), LEAST)
+    if asked is None:
+        return min(needed, FAST.get(devices[0].platform, FAST_ELSEWHERE), room)
+    light = devices[0].platform != "cpu" or asked * lane_bytes(limits) <= LIGHT
+    return min(max(asked, LEAST), room, *([] if light else [needed]))
 
 
 def steady(platform: str) -> int:

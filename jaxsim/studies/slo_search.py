@@ -50,8 +50,14 @@ def run(job: Job) -> None:
     job.say_defaults(exploring.space.searched)
     interrupted = False
     with terminal.progress(job.console, "compiling") as bar:
+
+        def ended() -> None:
+            bar.advance()
+            if bar.completed == 1:  # everything is compiled
+                bar.expect(exploring.remaining(), "round 1")
+
         try:
-            for _ in exploring.rounds(bar.advance):
+            for _ in exploring.rounds(ended):
                 text = f"round {exploring.rounds_done}, {len(exploring.known)} of {most} settings"
                 bar.expect(exploring.remaining(), text)
                 tracking.log(_round(job, exploring), exploring.rounds_done)

@@ -1,5 +1,6 @@
 """The largest load and the largest concurrency of every setting that meet the SLO, and the best setting."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -21,6 +22,7 @@ TIE_SEEDS = 3  # at least, for an interval to make a tie
 SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that meets an SLO
 EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
 EVENTS = 10  # jams that a missed share should rest on, at least
+AT_ONCE = 1 << 14  # simulations whose figures, 6 KB each, are held together until the search has entered them
 LOOKS = 2  # rounds spent on the ends of an interval, at most
 
 
@@ -87,34 +89,39 @@ class CapacitySearch:
         still_open = sum(int(ladder.open.sum()) for ladder in self.ladders.values())
         each = max(1, self.width // max(1, still_open * len(self.seeds)))
         asked = [(state, probe) for state in self.states.values() for probe in state.probes(each)]
-        seeds = [self.seeds[state.known_seeds(probe) :] for state, probe in asked]
-        tasks = [self._task(*one, seed) for one, some in zip(asked, seeds, strict=True) for seed in some]
-        outcomes = self.evaluate(tasks, (lambda *_: on_done()) if on_done else None)
-        ends = np.cumsum([len(some) for some in seeds])
-        runs = [outcomes[end - len(some) : end] for end, some in zip(ends, seeds, strict=True)]
+        told: dict[int, dict[Probe, list[Outcome] | None]] = {id(state): {} for state in self.states.values()}
+        batch = max(1, AT_ONCE // len(self.seeds))
+        for some in (asked[first : first + batch] for first in range(0, len(asked), batch)):
+            seeds = [self.seeds[state.known_seeds(probe) :] for state, probe in some]
+            tasks = [self._task(*one, seed) for one, mine in zip(some, seeds, strict=True) for seed in mine]
+            outcomes = iter(self.evaluate(tasks, (lambda *_: on_done()) if on_done else None))
+            for (state, probe), mine in zip(some, seeds, strict=True):
+                told[id(state)][probe] = self._enter(state, probe, list(itertools.islice(outcomes, len(mine))))
+            self.simulations += len(tasks)
         for state in self.states.values():
-            self._tell(state, [(probe, run) for (one, probe), run in zip(asked, runs, strict=True) if one is state])
+            self._tell(state, told[id(state)])
         if self.search.load and "load" not in self.states:
             self._start_loads([SLO_SHARE * rate for rate in self.states["clients"].throughput_rps])
         if not self.search.concurrency:
             self.states.pop("clients", None)
         self.rounds += 1
-        self.simulations += len(outcomes)
 
     def _task(self, state: State, probe: Probe, seed: int) -> Task:
         value = float(state.ladder.rungs[probe.rung])
         load_rps, clients = (None, int(value)) if state is self.states.get("clients") else (value, None)
         return Task(self.candidates[probe.search], seed, load_rps, clients, state.counts[probe.search])
 
-    def _tell(self, state: State, told: Sequence[tuple[Probe, list[Outcome]]]) -> None:
-        together: dict[Probe, list[Outcome] | None] = {}
-        for probe, runs in told:
-            candidate, rung = probe
-            together[probe] = state.joined(probe, runs, decisive(runs, self.limits))
-            state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
-            state.wanted[candidate].discard(rung)
-            rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
-            state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
+    def _enter(self, state: State, probe: Probe, runs: list[Outcome]) -> list[Outcome] | None:
+        """Enters what is needed of runs at one value; the runs of all seeds if they are at hand and passed together."""
+        candidate, rung = probe
+        together = state.joined(probe, runs, decisive(runs, self.limits))
+        said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
+        state.wanted[candidate].discard(rung)
+        rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
+        state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
+        return together if said.passed else None
+
+    def _tell(self, state: State, together: Mapping[Probe, list[Outcome] | None]) -> None:
         state.ladder.tell([*together], [state.verdicts[candidate][rung] for candidate, rung in together])
         for (candidate, rung), runs in together.items():
             if rung == state.ladder.low[candidate] and runs is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from jaxsim.metrics import GROWTH_SHARE, TREND_SHARE, Interval
 from jaxsim.tuning.evaluate import Outcome
@@ -67,7 +67,7 @@ def verdict(figures: np.ndarray, limits: Sequence[Limit]) -> Verdict:
     if seeds < FEW_SEEDS:
         doubt = bool(growing.any())
     else:
-        margin = float(t.ppf(TREND_LEVEL, seeds - 1)) * float(shares.std(ddof=1)) / math.sqrt(seeds)
+        margin = float(stdtrit(seeds - 1, TREND_LEVEL)) * float(shares.std(ddof=1)) / math.sqrt(seeds)
         doubt = shares.mean() >= max(TREND_SHARE, margin) or shares.mean() + margin >= GROWTH_SHARE
     return Verdict(None, left_behind(float(shares.mean()))) if doubt else Verdict(True, "")
 
@@ -106,7 +106,7 @@ def crossing(
     reach = float(left_out.max())
     left_out = np.minimum(left_out, loads[-1])
     values = at + (seeds - 1) * (left_out.mean() - left_out)
-    quantile = float(t.ppf((1 + confidence) / 2, seeds - 1))
+    quantile = float(stdtrit(seeds - 1, (1 + confidence) / 2))
     upper = [(_upper(curve, quantile), curve.allowed) for curve in curves]
     low = min(at, float(_first(loads, [(mean[:, None], allowed) for mean, allowed in upper])[0]))
     half = max(quantile * float(values.std(ddof=1)) / math.sqrt(seeds), at - low)
