@@ -1,7 +1,8 @@
 """Lane-steps per second by number of lanes, kernels per step and time per simulated request, on the device at hand.
 
     python benchmarks/gpu.py [--lanes 1024 4096 ...] [--seconds 540] [--out gpu.json]
-    python benchmarks/gpu.py --quick    # small numbers, for a CPU
+    python benchmarks/gpu.py --unroll 4  # several steps in one pass of the loop
+    python benchmarks/gpu.py --quick     # small numbers, for a CPU
 
 Three programs: the plainest one, and the main job's (async scheduling, tables of iteration times, statistics) without
 and with prefix caching. Every lane runs its simulation of a list of requests to the end; nothing is taken out, so these
@@ -221,17 +222,26 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=540.0, help="for everything: rows that come later are left out"
     )
+    parser.add_argument("--unroll", type=int, default=lanes.UNROLL, help="steps in one pass of the compiled loop")
     parser.add_argument("--quick", action="store_true", help="16 to 256 lanes, 60 requests")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     asked = parser.parse_args()
     if asked.quick:
         asked.lanes, asked.requests, asked.row_seconds = [64, 16, 256], 60, 2.0
+    lanes.UNROLL = asked.unroll
     began = time.monotonic()
     device = jax.local_devices()[0]
     mesh = lanes.devices_mesh([device])
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"date": date.today().isoformat(), "device": device.device_kind, "jax": jax.__version__}
-    result |= {"platform": device.platform, "requests": asked.requests, "kernels": {}, "rows": rows, "end_to_end": {}}
+    result |= {
+        "platform": device.platform,
+        "requests": asked.requests,
+        "unroll": asked.unroll,
+        "kernels": {},
+        "rows": rows,
+        "end_to_end": {},
+    }
 
     def left() -> float:
         return asked.seconds - (time.monotonic() - began)
@@ -275,7 +285,7 @@ def main() -> None:
             print(f"{name:>18}{count:>15}{megabytes:>15.0f}" + _line(row), flush=True)
     for name, found in result["kernels"].items():
         text = ", ".join(f"{number} {kind}" for kind, number in found.items())
-        print(f"{name}: {sum(found.values())} operations per step ({text})")
+        print(f"{name}: {sum(found.values())} operations in a pass of the loop, unrolled {asked.unroll} x ({text})")
     for name in PROGRAMS:
         mine = [row for row in rows if row["program"] == name and "left_out" not in row]
         if not mine:

@@ -30,6 +30,7 @@ from jaxsim.engine.types import Status
 
 AXIS = "lanes"
 STEPS = 256  # scan steps between two looks at the lanes
+UNROLL = 1  # steps in one pass of the compiled loop: more are no faster on a CPU
 BLOCK = 256  # lanes that an accelerator loads, or gives out, at once
 
 # A scope around the engine's own calls: 64 bits are never turned on for the caller.
@@ -111,7 +112,7 @@ def advance(
             return static_batch.step(limits, knobs, tables, state, on if limits.fenced else None)
         return step(limits, knobs, tables, chains, state, on if limits.fenced else None)
 
-    return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps)
+    return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps, unroll=UNROLL)
 
 
 def refill(
