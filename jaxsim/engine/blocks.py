@@ -7,25 +7,13 @@ an iteration takes without looking at the requests.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def quotient(x: jax.Array, size: jax.Array) -> jax.Array:
-    """floor(x / size) for |x| < 2**24, int32, in floats, which vectorise where integer division does not.
-
-    A correctly rounded quotient of such integers is never rounded up to the next integer: it lacks at least 1 / size,
-    more than half of a unit in its last place. Accelerators divide less exactly, so that the guess is corrected there.
-    """
-
-    def rounded(x: jax.Array, size: jax.Array) -> jax.Array:
-        return jnp.floor(x.astype(jnp.float32) / size.astype(jnp.float32)).astype(jnp.int32)
-
-    def corrected(x: jax.Array, size: jax.Array) -> jax.Array:
-        guess = rounded(x, size)
-        rest = x - guess * size
-        return guess + (rest >= size).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
-
-    return lax.platform_dependent(x, size, cpu=rounded, default=corrected)
+    """floor(x / size) for |x| < 2**24, int32: a float guess, corrected, vectorises where integer division does not."""
+    guess = jnp.floor(x.astype(jnp.float32) / size.astype(jnp.float32)).astype(jnp.int32)
+    rest = x - guess * size
+    return guess + (rest >= size).astype(jnp.int32) - (rest < 0).astype(jnp.int32)
 
 
 def remainder(x: jax.Array, size: jax.Array) -> jax.Array:
