@@ -18,7 +18,6 @@ from jaxsim.engine.layout import (
     PROMPT,
     RECOMPUTED,
     ROW,
-    VISITOR,
     Limits,
 )
 from jaxsim.engine.statistics import wide_value
@@ -48,7 +47,7 @@ def simulation(
     rejected = np.zeros(n, bool) if state.inflow is None else turned_away(rows, first_scheduled, engine, state)
     hits = np.zeros((n, 2), np.int32)
     if cache is not None:
-        visitors = cache[limits.visitor_rows : limits.visitor_rows + n * VISITOR].reshape(n, VISITOR)
+        visitors = cache[limits.visitor_rows : limits.visitor_rows + n * limits.visitor].reshape(n, limits.visitor)
         hits = np.maximum(visitors[:, [HIT_FIRST, HIT_LATER]], 0)
 
     return Simulation(
