@@ -24,10 +24,9 @@ class Roster(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What pass 1 comes to in a step; scalars."""
+    """Scalars."""
 
-    opens: jax.Array  # bool: the iteration may not fit, planning begins
-    grants: jax.Array  # bool: `joiner`, whose turn it is, gets what it asks for
+    opens: jax.Array  # bool: planning begins with this step
     tokens: jax.Array  # int32, that the victim has blocks for
     granted: jax.Array  # bool: the victim had its turn
 
@@ -67,46 +66,46 @@ def wish(queue: Any, look: Any, wanted: jax.Array, budget: jax.Array) -> jax.Arr
 
 
 def asks(
-    limits: Limits, knobs: Knobs, s: Any, look: Any, due: jax.Array, chunk_blocks: jax.Array, budget: jax.Array,
+    limits: Limits, knobs: Knobs, s: Any, look: Any, due: jax.Array, demand: jax.Array, budget: jax.Array,
     prompts: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Blocks that are to be taken in this step, and the most that the iteration might take if it is not planned.
+    """Blocks that are asked for in this step, and whether the iteration may not fit and must be planned.
 
-    `due`: blocks of the decodes; `chunk_blocks`: of the prompt `joiner`; `budget`: tokens for prompts, of which there
-    are at most `prompts`.
+    `due`: blocks of the decodes; `demand`: these and those of the prompt `joiner`; `budget`: tokens for prompts, of
+    which there are at most `prompts`.
     """
     queue, row = s.queue, look.row
-    context = row[PROMPT] + row[OUTPUT] - (row[FIT] - s.now) - 1
-    own = (remainder(context, knobs.block_size) == 0).astype(jnp.int32)
-    at_once = due + chunk_blocks
-    demand = jnp.where(queue.planning, jnp.where(look.prompted, chunk_blocks, own), at_once)
-    demand = jnp.where(queue.planned, 0, demand)
-    most = at_once
+    most = demand
     if limits.threshold:
         most = due + jnp.where(look.prompted, quotient(budget, knobs.block_size) + 1 + prompts, 0)
-    return demand, most
+    doubtful = ~s.begun & ~queue.planning & ~queue.planned & (most > s.free)
+    context = row[PROMPT] + row[OUTPUT] - (row[FIT] - s.now) - 1
+    own = (remainder(context, knobs.block_size) == 0).astype(jnp.int32)
+    demand = jnp.where(queue.planning, jnp.where(look.prompted, demand - due, own), demand)
+    return jnp.where(queue.planned | doubtful, 0, demand), doubtful
 
 
-def victim(look: Any, computed: jax.Array, in_prompt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether the victim has had its turn, and the tokens that it has blocks for."""
+def turn(look: Any, opens: jax.Array, computed: jax.Array, in_prompt: jax.Array) -> Turn:
+    """`computed`: tokens of the victim; `in_prompt`: whether its prompt was in progress."""
     granted = look.leaver_ticket[ORDER] < look.joiner_ticket[ORDER]
-    return granted, computed + jnp.where(in_prompt, look.leaver_ticket[PLAN], granted.astype(jnp.int32))
+    tokens = computed + jnp.where(in_prompt, look.leaver_ticket[PLAN], granted.astype(jnp.int32))
+    return Turn(opens, tokens, granted)
 
 
-def revised(queue: Any, look: Any, t: Turn, p: Any) -> Any:
-    """The plan after a step, of which `p` is an Outcome."""
+def revised(queue: Any, look: Any, opens: jax.Array, grants: jax.Array, p: Any) -> Any:
+    """The plan after a step, of which `p` is an Outcome; `grants`: `joiner` gets what it asks for in its turn."""
     behind = look.joiner_ticket[BEHIND]
     itself = p.pops & (look.leaver == look.joiner)
-    cursor = jnp.where(t.opens, queue.roster.first, jnp.where(t.grants | itself, behind, queue.cursor))
-    planning = queue.planning | t.opens
+    cursor = jnp.where(opens, queue.roster.first, jnp.where(grants | itself, behind, queue.cursor))
+    planning = queue.planning | opens
     ends = planning & (cursor == NONE)
     reserved = jnp.where(p.pops & look.prompted & ~itself, p.tokens, 0)
     uses = queue.planned & p.passes & look.prompted
     lost = jnp.where(p.in_prompt, look.leaver_ticket[PLAN], 0)
     return queue._replace(
-        reserved=jnp.where(t.grants | p.pops, reserved, queue.reserved),
+        reserved=jnp.where(grants | p.pops, reserved, queue.reserved),
         cursor=cursor,
         planning=planning & ~ends,
         planned=queue.planned | ends,
-        tokens=queue.tokens - lost + jnp.where(t.grants, p.tokens, 0) - jnp.where(uses, p.tokens, 0),
+        tokens=queue.tokens - lost + jnp.where(grants, p.tokens, 0) - jnp.where(uses, p.tokens, 0),
     )

@@ -42,8 +42,8 @@ class Look(NamedTuple):
     finishes: jax.Array  # bool: `leaver` is finished
     leaver: jax.Array  # a finished request, else the one to preempt if need be, or NONE
     gone: jax.Array  # [ROW], its row
-    prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress, else the head of the queue
-    joiner: jax.Array
+    prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress
+    joiner: jax.Array  # if there is none the head of the queue; with Limits.roster also a decoding request to plan
     row: jax.Array  # [ROW], its row
     arrives_ps: jax.Array  # int64, arrival of the first fresh request
     arrives_next_ps: jax.Array  # int64, and of the one after it
@@ -88,7 +88,7 @@ class Pass1(NamedTuple):
     taken: Any = None  # with Limits.prefix: blocks that this iteration's decodes have taken before a preemption
     takes: Any = None  # and blocks to take from the free queue now
     pops: Any = None  # with Limits.priority, bool: `leaver` leaves the list of running requests
-    plans: Any = None  # bool: the chunk is only planned
+    plans: Any = None  # bool: the chunk is only planned; with Limits.roster: what `joiner` gets in its turn is
     queue: Any = None  # priority.Queue with the plan
     turn: Any = None  # roster.Turn with Limits.roster
     swap: Any = None  # swap.Swap with Limits.swap
@@ -200,27 +200,23 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         taken = s.cache.taken
         due = due - taken
     demand = due + jnp.where(look.prompted, chunk_blocks, 0)
+    only_plans: Any = None
     decodes_fit: Any = None
-    opens: Any = None
+    doubtful: Any = None
     if limits.roster:
-        demand, most = roster.asks(limits, knobs, s, look, due, demand - due, budget, running - decodes)
-        doubtful = ~s.begun & ~s.queue.planning & ~s.queue.planned & (most > free)
-        opens = scheduling & ~finishes & doubtful
+        demand, doubtful = roster.asks(limits, knobs, s, look, due, demand, budget, running - decodes)
+        only_plans = s.queue.planning | doubtful
     elif limits.priority:
-        demand = demand + wanted.blocks
+        demand, only_plans = demand + wanted.blocks, wanted.plans
         decodes_fit = due <= free
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
     pops = scheduling & ~finishes & ~fits
-    if limits.roster:
-        pops = pops & s.queue.planning
     drops = pops & (gone[GENERATED] >= gone[OUTPUT]) & (gone[FIT] == s.now) if limits.asynchronous else jnp.bool_(False)
     preempts = pops & (gone[GENERATED] < gone[OUTPUT])
     passes = scheduling & fits
-    if limits.roster:
-        passes = passes & ~s.queue.planning & ~doubtful
-    elif limits.priority:
-        passes = passes & ~wanted.plans
+    if limits.priority:
+        passes = passes & ~only_plans
 
     # With a threshold the victim may have been counted among the decodes of this very iteration.
     if limits.threshold:
@@ -236,9 +232,9 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
     turn: Any = None
     if limits.roster:
-        granted, held_tokens = roster.victim(look, victim_computed, in_prompt)
-        turn = roster.Turn(opens, scheduling & fits & s.queue.planning, held_tokens, granted)
-        takes = jnp.where(turn.grants | passes, demand, 0)
+        opens = scheduling & ~finishes & doubtful
+        turn = roster.turn(look, opens, victim_computed, in_prompt)
+        takes = jnp.where(scheduling & fits, demand, 0)
         free = free - takes
     elif limits.prefix:
         # Those before the one that does not fit take theirs first: the order decides what is evicted. Where only the
@@ -272,10 +268,11 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     if limits.priority:
         decided = scheduling & (fits | pops)
         outcome = Outcome(decided, pops, passes, decodes_fit, in_prompt, victim_computed, chunk, chunk_blocks)
+        plans = decided & only_plans & ~pops
         if limits.roster:
-            plans, queue = turn.grants, roster.revised(s.queue, look, turn, outcome)
+            plans = plans & s.queue.planning
+            queue = roster.revised(s.queue, look, turn.opens, plans, outcome)
         else:
-            plans = decided & wanted.plans & ~pops
             queue = revised(limits, knobs, s.queue, look, wanted, outcome)
     if limits.threshold:
         rest: Any = jnp.where(queue.planned, queue.tokens, left) if limits.priority else left

@@ -1,6 +1,6 @@
 """One operation on the segments of the prefix cache: what it does, and the cells that it writes; see prefix.py."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -364,7 +364,7 @@ def carry_out(
     recycled, recycled_hold = needs_segment & (c.segment_free != NONE), pushes & (c.hold_free != NONE)
     walks_on = (job.walking & ~turn.registers) | (d.leaves_eager & (c.walk == me))
     walk = pick(walks_on, mine[EAGER_NEXT], c.walk)
-    walk_order = None if c.orders is None else pick(walks_on, v.next_order, c.orders.walk)
+    walk_order: Any = None if c.orders is None else pick(walks_on, v.next_order, c.orders.walk)
     # Who enters the list may still have its turn in this iteration.
     later = walk > c.insert if c.orders is None else walk_order > c.orders.insert
     enters_walk = d.inserts & ((walk == NONE) | later)

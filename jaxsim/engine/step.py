@@ -144,17 +144,17 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
             prompt = jnp.where(s.queue.planning, s.queue.cursor, prompt)
         leaver = jnp.where(finishes, finisher, turn.victim)
         joiner = jnp.where(prompt != NONE, prompt, turn.head)
-    row, prompted = read_row(s.memory, joiner), prompt != NONE
+        if limits.roster:
+            joiner = jnp.where(s.queue.planning, s.queue.cursor, joiner)
+    gone, row, prompted = read_row(s.memory, leaver), read_row(s.memory, joiner), prompt != NONE
     if limits.roster:
-        joiner = jnp.where(s.queue.planning, s.queue.cursor, joiner)
-        row = read_row(s.memory, joiner)
-        planned = row[FIT] < 0 if limits.threshold else joiner == s.prompt_first
-        prompted = jnp.where(s.queue.planning, planned, prompted)
+        in_prompt = row[FIT] < 0 if limits.threshold else joiner == s.prompt_first
+        prompted = jnp.where(s.queue.planning, in_prompt, prompted)
     return Look(
         active=active,
         finishes=finishes,
         leaver=leaver,
-        gone=read_row(s.memory, leaver),
+        gone=gone,
         prompted=prompted,
         joiner=joiner,
         row=row,
@@ -430,7 +430,7 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     looks = a.hits.looks
     if limits.roster:
         context = pick(p.preempts, p.turn.tokens, context)
-        grows = grows | (p.turn.grants & look.prompted)
+        grows = grows | (p.plans & look.prompted)
         # Where the iteration is planned the eager have had their turns with the others.
         begins = p.turn.opens | (begins & ~p.queue.planned)
     searches = looks | a.admits
@@ -457,7 +457,7 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), until, walk_until)
     if limits.roster:
         walk_until = pick(p.turn.opens, 0, pick(s.queue.planning, c.walk_until, walk_until))
-        walk_until = pick(p.turn.grants, look.joiner_ticket[ORDER] + 1, walk_until)
+        walk_until = pick(p.plans, look.joiner_ticket[ORDER] + 1, walk_until)
         c = c._replace(
             alone_granted=pick(alone, p.preempts & p.turn.granted, c.alone_granted),
             orders=c.orders._replace(
