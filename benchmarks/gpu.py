@@ -106,8 +106,8 @@ def arguments(prepared: Prepared, count: int, mesh: Any) -> tuple[tuple, tuple]:
     """What a refill and a chunk of `count` lanes are called with, the lanes still empty; on the host."""
     limits, traces, tables, chains, jobs, _ = prepared
     slots = -(-count // lanes.blocks(limits)) * lanes.blocks(limits)
-    several = jax.tree.map(lambda column: column[np.arange(slots) % ENGINES], jobs)
-    knobs, state = lanes.blank(limits, traces, jax.tree.map(lambda column: column[:count], several))
+    several = jax.tree.map(lambda column: column[np.arange(count) % ENGINES], jobs)
+    knobs, state = lanes.blank(limits, traces, several)
     places = np.arange(slots, dtype=np.int32)
     fill = (traces, knobs, state, np.full(1, count, np.int32), places, several)
     return fill, (np.bool_(True), knobs, tables, chains, state)

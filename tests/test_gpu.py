@@ -72,7 +72,7 @@ def test_its_programs_lower_for_a_gpu(name):
     with lanes.x64():
         filling, stepping = gpu.arguments(prepared, 512, mesh)
         picking = np.zeros(lanes.BLOCK, np.int32), stepping[-1]
-        functions = lanes.compiled(prepared.limits, mesh, gpu.STEPS)
+        functions: Any = lanes.compiled(prepared.limits, mesh, gpu.STEPS)
         for function, arguments in zip(functions, (filling, stepping, picking), strict=True):
             shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
             assert export.export(function, platforms=["cuda"])(*shapes).platforms == ("cuda",)

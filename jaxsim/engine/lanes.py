@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ _enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimenta
 x64 = functools.partial(_enable_x64, True)
 
 
+Result = TypeVar("Result")
+
+
 class Traces(NamedTuple):
     """Lists of requests in order of arrival, padded; on every device."""
 
@@ -57,25 +60,15 @@ class Job(NamedTuple):
     knobs: Knobs
 
 
-class Ending(NamedTuple):
-    """What the records need of a state besides its memory."""
-
-    status: Any
-    clock_ps: Any
-    iterations: Any
-    scan_steps: Any
-    fresh_head: Any
-    preempted_count: Any
-    statistics: Any
-    inflow: Any
-
-
 class Outcome(NamedTuple):
-    """What is left of one finished simulation, on the host: copies, so that its lane can go on."""
+    """What one finished simulation leaves, on the host: views that the next chunk of steps invalidates."""
 
     memory: np.ndarray  # [Limits.memory] int32
-    state: Ending
+    state: State  # `KEPT`, None for the rest
     cache: np.ndarray | None = None  # [Limits.prefix_memory] int32
+
+
+KEPT = ("status", "clock_ps", "iterations", "scan_steps", "fresh_head", "preempted_count", "inflow")
 
 
 def devices_mesh(devices: list[Any]) -> Mesh:
@@ -115,6 +108,20 @@ def advance(
     return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps, unroll=UNROLL)
 
 
+def apart(state: State) -> tuple[State, list[jax.Array]]:
+    """The state without its large arrays, and these."""
+    small, large = state._replace(memory=jnp.int32(0)), [state.memory]
+    if state.cache is not None:
+        small, large = small._replace(cache=state.cache._replace(memory=jnp.int32(0))), [*large, state.cache.memory]
+    return small, large
+
+
+def together(state: State, large: list[jax.Array]) -> State:
+    """The inverse of `apart`."""
+    cache = state.cache if state.cache is None else state.cache._replace(memory=large[1])
+    return state._replace(memory=large[0], cache=cache)
+
+
 def refill(
     limits: Limits,
     block: int,
@@ -125,23 +132,38 @@ def refill(
     lanes: jax.Array,
     jobs: Job,
 ) -> tuple[Knobs, State]:
-    """Load jobs[i] into lane lanes[i] for i < count[0], `block` at a time; one device's share.
+    """Load jobs[lane] into the lanes lanes[i] for i < count[0]; one device's share.
 
-    Of the last block some may be beyond the count: their lanes must not exist.
+    The small arrays are chosen for all lanes at once; the large ones are written for these lanes only, `block` at a
+    time: of the last block some may be beyond the count, whose lanes must not exist.
     """
+    old, large = apart(state)
+    old = old._replace(memory=state.status)
+    if old.cache is not None:
+        old = old._replace(cache=old.cache._replace(memory=state.status))
+    width = state.status.shape[0]
+    listed = jnp.where(jnp.arange(lanes.shape[0], dtype=jnp.int32) < count[0], lanes, width)
+    starts = jnp.zeros(width, bool).at[listed].set(True, mode="drop")
+    fresh = jax.vmap(lambda job: apart(load(limits, traces, job))[0])(jobs)
 
-    def put(i: jax.Array, carry: tuple[Knobs, State]) -> tuple[Knobs, State]:
-        places, some = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, i * block, block), (lanes, jobs))
-        fresh = some.knobs, jax.vmap(functools.partial(load, limits, traces))(some)
-        return jax.tree.map(lambda old, new: old.at[places].set(new, mode="drop"), carry, fresh)
+    def pick(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        return jnp.where(starts.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
 
-    return lax.fori_loop(0, (count[0] + block - 1) // block, put, (knobs, state))
+    def put(i: jax.Array, large: list[jax.Array]) -> list[jax.Array]:
+        places = lax.dynamic_slice_in_dim(lanes, i * block, block)
+        some = jax.tree.map(lambda leaf: leaf.at[places].get(mode="clip"), jobs)
+        arrays = jax.vmap(lambda job: apart(load(limits, traces, job))[1])(some)
+        return [old.at[places].set(new, mode="drop") for old, new in zip(large, arrays, strict=True)]
+
+    knobs, small = jax.tree.map(pick, (knobs, old), (jobs.knobs, fresh))
+    return knobs, together(small, lax.fori_loop(0, (count[0] + block - 1) // block, put, large))
 
 
-def left(state: State) -> tuple[Ending, jax.Array, jax.Array | None]:
-    """What an Outcome is made of, of all lanes."""
-    ending = Ending(*(getattr(state, name) for name in Ending._fields))
-    return ending, state.memory, None if state.cache is None else state.cache.memory
+def left(limits: Limits, state: State) -> tuple[State, jax.Array, jax.Array | None]:
+    """What an Outcome is made of, of all lanes: the small part, the memory and the cache's."""
+    names = [*KEPT, *(["statistics"] if limits.statistics else [])]
+    kept: Any = [getattr(state, name) if name in names else None for name in State._fields]
+    return State(*kept), state.memory, None if state.cache is None else state.cache.memory
 
 
 @functools.cache
@@ -157,8 +179,11 @@ def compiled(limits: Limits, mesh: Mesh, steps: int) -> tuple[Callable, Callable
     fill = sharded(functools.partial(refill, limits, blocks(limits)), arguments, lanes, donate=(1, 2))
     arguments = (everywhere, lanes, everywhere, everywhere, lanes)
     chunk = sharded(functools.partial(advance, limits, steps), arguments, (lanes, Spec(None, AXIS)), donate=(4,))
-    pick = sharded(lambda some, state: jax.tree.map(lambda leaf: leaf[some], left(state)), (lanes, lanes), lanes)
-    return fill, chunk, pick
+
+    def pick(some: jax.Array, state: State) -> Any:
+        return jax.tree.map(lambda leaf: leaf[some], left(limits, state))
+
+    return fill, chunk, sharded(pick, (lanes, lanes), lanes)
 
 
 def blocks(limits: Limits) -> int:
@@ -181,12 +206,14 @@ def run(
     jobs: Job,
     width: int,
     devices: list[Any],
+    collect: Callable[[int, Outcome], Result],
     steps: int = STEPS,
     on_events: Callable[[Event], None] | None = None,
-) -> Iterator[tuple[int, Outcome]]:
-    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, outcome) as they end.
+) -> Iterator[tuple[int, Result]]:
+    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, what `collect` makes of the outcome,
+    none of whose arrays it may keep) as they end.
 
-    The next chunk is under way while the outcomes of the last one are looked at.
+    The next chunk is under way while what is yielded is looked at.
     """
     with x64():
         mesh = devices_mesh(devices)
@@ -208,7 +235,7 @@ def run(
         compiling.start()
         holds = np.full(total, -1)  # the job in each lane
         queued = 0
-        empty, outcomes = True, []
+        empty, results = True, []
         while True:
             free = np.flatnonzero(holds < 0)
             # Spread what is left over the devices.
@@ -220,29 +247,32 @@ def run(
             if loaded.size:
                 empty = False
                 lanes = np.full((len(devices), slots), width, np.int32)
-                order = np.zeros((len(devices), slots), np.int64)
+                order = np.zeros((len(devices), width), np.int64)
                 count = np.zeros(len(devices), np.int32)
                 for device in range(len(devices)):
                     mine = loaded[loaded // width == device]
                     count[device] = mine.size
                     lanes[device, : mine.size] = mine % width
-                    order[device, : mine.size] = np.maximum(holds[mine], 0)
+                    order[device, mine % width] = np.maximum(holds[mine], 0)
                 places = jax.device_put((count, lanes.reshape(-1), take(order.reshape(-1))), split)
                 knobs, state = fill(traces, knobs, state, *places)
             if not (holds >= 0).any():
-                yield from outcomes
+                yield from results
                 return
             compiling.join()
             state, events = chunk(on, knobs, tables, chains, state)
-            yield from outcomes
+            yield from results
             if on_events is not None:
                 on_events(jax.tree.map(np.asarray, events))
             status = np.asarray(state.status)
             ended = np.flatnonzero((holds >= 0) & (status != Status.RUNNING))
-            outcomes = []
+            results = []
             if ended.size:
-                found = copied(state, ended, width) if limits.fenced else fetched(pick, state, ended, width)
-                outcomes = list(zip(holds[ended].tolist(), found, strict=True))
+                outcomes = shared(limits, state, ended, width)
+                if not limits.fenced:
+                    outcomes = fetched(pick, state, ended, width)
+                results = [(int(holds[lane]), collect(int(holds[lane]), outcome)) for lane, outcome in outcomes]
+                del outcomes  # no view may live on: the memory would be copied instead of donated
                 holds[ended] = -1
 
 
@@ -255,35 +285,29 @@ def _compile(function: Any, shapes: tuple) -> None:
         function.lower(*shapes).compile()
 
 
-def copied(state: State, ended: np.ndarray, width: int) -> list[Outcome]:
-    """The outcomes of the lanes `ended`, in their order, where devices share this machine's memory."""
-    ending, *memories = left(state)
-    ending = jax.tree.map(np.asarray, ending)
+def shared(limits: Limits, state: State, ended: np.ndarray, width: int) -> Iterator[tuple[int, Outcome]]:
+    """The lanes `ended` and their outcomes, where devices share this machine's memory."""
+    kept, *memories = left(limits, state)
+    kept = jax.tree.map(np.asarray, kept)
     memory, cache = map(_by_device, memories)
-    return [
-        Outcome(
-            memory[lane // width][lane % width].copy(),
-            jax.tree.map(lambda leaf, lane=lane: leaf[lane].copy(), ending),
-            cache[lane // width][lane % width].copy() if cache else None,
-        )
-        for lane in ended
-    ]
+    for lane in ended.tolist():
+        device, place = divmod(lane, width)
+        small = jax.tree.map(lambda leaf, lane=lane: leaf[lane], kept)
+        yield lane, Outcome(memory[device][place], small, cache[device][place] if cache else None)
 
 
-def fetched(pick: Callable, state: State, ended: np.ndarray, width: int) -> list[Outcome]:
+def fetched(pick: Callable, state: State, ended: np.ndarray, width: int) -> Iterator[tuple[int, Outcome]]:
     """The same, where they do not: nothing but these lanes leaves the devices."""
-    found: dict[int, Outcome] = {}
     mine = [ended[ended // width == device] for device in range(len(state.status) // width)]
     for first in range(0, max(map(len, mine)), BLOCK):
         some = [lanes[first : first + BLOCK] for lanes in mine]
         places = np.stack([np.pad(lanes % width, (0, BLOCK - len(lanes))) for lanes in some]).astype(np.int32)
         picked = pick(jax.device_put(places.reshape(-1), state.status.sharding), state)
-        ending, memory, cache = jax.tree.map(np.asarray, picked)
+        kept, memory, cache = jax.tree.map(np.asarray, picked)
         for device, lanes in enumerate(some):
-            for row, lane in enumerate(lanes, device * BLOCK):
-                small = jax.tree.map(lambda leaf, row=row: leaf[row], ending)
-                found[lane] = Outcome(memory[row], small, None if cache is None else cache[row])
-    return [found[lane] for lane in ended]
+            for row, lane in enumerate(lanes.tolist(), device * BLOCK):
+                small = jax.tree.map(lambda leaf, row=row: leaf[row], kept)
+                yield lane, Outcome(memory[row], small, None if cache is None else cache[row])
 
 
 def _by_device(array: jax.Array | None) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine import inflow, leap, priority
-from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.blocks import add_phase, behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
 from jaxsim.engine.chains import Chains
@@ -27,6 +27,7 @@ from jaxsim.engine.layout import (
     LINK,
     NEXT,
     NONE,
+    ORDER,
     OUTPUT,
     OVERTIME,
     PREEMPTIONS,
@@ -53,12 +54,13 @@ from jaxsim.engine.schedule import (
     Look,
     Pass1,
     Pass2,
+    PhaseChange,
     Prompts,
     admit,
     computed_tokens,
     count,
     depart,
-    next_need,
+    phase_change,
     prompts_in_progress,
 )
 from jaxsim.engine.state import Event, State
@@ -86,6 +88,7 @@ class Iteration(NamedTuple):
     duration_ps: jax.Array  # int64, 0 unless `works`
     end_ps: jax.Array  # int64
     now: jax.Array
+    phase: jax.Array  # of the requests that take a block in the next iteration
     running: jax.Array
     free: jax.Array
     decodes: jax.Array
@@ -139,18 +142,24 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     turn: Any = None
     if limits.priority:
         turn = priority.turn(limits, s.queue, s.memory, active, s.fresh_head, s.look_ps, arrives_ps, arrives_next_ps)
-        if limits.threshold:
+        if limits.threshold and not limits.roster:
             prompt = jnp.where(s.queue.planning, s.queue.cursor, prompt)
         leaver = jnp.where(finishes, finisher, turn.victim)
         joiner = jnp.where(prompt != NONE, prompt, turn.head)
+        if limits.roster:
+            joiner = jnp.where(s.queue.planning, s.queue.cursor, joiner)
+    gone, row, prompted = read_row(s.memory, leaver), read_row(s.memory, joiner), prompt != NONE
+    if limits.roster:
+        in_prompt = row[FIT] < 0 if limits.threshold else joiner == s.prompt_first
+        prompted = jnp.where(s.queue.planning, in_prompt, prompted)
     return Look(
         active=active,
         finishes=finishes,
         leaver=leaver,
-        gone=read_row(s.memory, leaver),
-        prompted=prompt != NONE,
+        gone=gone,
+        prompted=prompted,
         joiner=joiner,
-        row=read_row(s.memory, joiner),
+        row=row,
         arrives_ps=arrives_ps,
         arrives_next_ps=arrives_next_ps,
         arrived=arrived,
@@ -238,6 +247,7 @@ def iterate(
         duration_ps=duration_ps,
         end_ps=s.clock_ps + duration_ps,
         now=s.now + count(works),
+        phase=remainder(-s.now - count(works), knobs.block_size),
         running=a.running - jnp.where(a.runs, p.held, 0),
         free=a.free + jnp.where(a.runs, p.held_blocks, 0),
         decodes=decodes,
@@ -303,7 +313,7 @@ def leap_on(
     if limits.asynchronous:  # each iteration is scheduled when the one before it starts
         before_arrival = jnp.minimum(before_arrival + 1, bound)
     leaps = jnp.where(blocked, bound, before_arrival)
-    blocks = blocks_taken(need, remainder(-i.now, knobs.block_size), leaps, knobs.block_size)
+    blocks = blocks_taken(need, i.phase, leaps, knobs.block_size)
     held = blocks_for(prompts.done, knobs.block_size)
     grown = blocks_for(prompts.done + leaps * i.chunk, knobs.block_size) - held
     return Leap(
@@ -421,6 +431,11 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     grows = p.continues | a.admits
     begins = p.begun & ~s.begun
     looks = a.hits.looks
+    if limits.roster:
+        context = pick(p.preempts, p.turn.tokens, context)
+        grows = grows | (p.plans & look.prompted)
+        # Where the iteration is planned the eager have had their turns with the others.
+        begins = p.turn.opens | (begins & ~p.queue.planned)
     searches = looks | a.admits
     takes = a.hits.takes + leap_blocks
     plain = jnp.minimum(takes, c.anonymous)
@@ -441,13 +456,25 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         waits_alone = pick(waits, look.leaver, waits_alone)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
-        walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
+        until = look.joiner_ticket[ORDER] if limits.roster else look.joiner
+        walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), until, walk_until)
+    if limits.roster:
+        walk_until = pick(p.turn.opens, 0, pick(s.queue.planning, c.walk_until, walk_until))
+        walk_until = pick(p.plans, look.joiner_ticket[ORDER] + 1, walk_until)
+        c = c._replace(
+            alone_granted=pick(alone, p.preempts & p.turn.granted, c.alone_granted),
+            orders=c.orders._replace(
+                walk=pick(begins, c.orders.eager_first, c.orders.walk),
+                touch=pick(a.admits, s.queue.roster.admissions, c.orders.touch),
+                enlist=pick(enlists, look.leaver_ticket[ORDER], c.orders.enlist),
+            ),
+        )
     return c._replace(
         taken=p.taken,
         anonymous=c.anonymous - plain,
         take=c.take + takes - plain,
         touch=pick(a.admits, look.joiner, c.touch),
-        release=pick(a.runs & (c.release >= c.dropped), none, c.release),
+        release=c.release if limits.roster else pick(a.runs & (c.release >= c.dropped), none, c.release),
         alone=pick(alone, leaver, c.alone),
         alone_blocks=pick(alone, blocks_alone, c.alone_blocks),
         alone_finished=pick(alone, finished, c.alone_finished),
@@ -497,13 +524,14 @@ def step(
     below_in_bucket = read_cell(s.memory, limits.buckets + fit_bucket)
     words = mark_calendar(limits, s, look, p, a, fit_bucket)
 
-    def complete() -> tuple[Prompts, dict[str, jax.Array], jax.Array, Iteration]:
+    def complete() -> tuple[Prompts, dict[str, jax.Array], PhaseChange, Iteration]:
         prompts = prompts_in_progress(limits, small, look, p, a)
         collected = collect(small, look, p, a)
-        need = next_need(limits, knobs, small, look, p, a)
-        return prompts, collected, need, iterate(knobs, tables, small, p, a, prompts, collected)
+        phases = phase_change(knobs, small, look, p, a)
+        return prompts, collected, phases, iterate(knobs, tables, small, p, a, prompts, collected)
 
-    prompts, collected, need, i = fence(on, complete)
+    prompts, collected, phases, i = fence(on, complete)
+    need = add_phase(add_phase(s.need, phases.left, -phases.leaves), phases.joined, phases.joins)
     changed = [(words.set_word, words.marked), (words.clear_word, words.cleared)]
     completion = next_completion(limits, s.memory, words.tops, changed, i.now)
     pending = jnp.where(a.joins & ~a.first_token, look.joiner, s.statistics.pending)
@@ -548,7 +576,7 @@ def step(
             leap_used_after=knobs.blocks - i.free + j.blocks,
             blocks=knobs.blocks,
             need=need,
-            phase=remainder(-i.now, knobs.block_size),
+            phase=i.phase,
             block_size=knobs.block_size,
             preempted=a.preempted_count,
             running=a.running,
