@@ -191,10 +191,15 @@ def blocks(limits: Limits) -> int:
     return 1 if limits.fenced else BLOCK
 
 
+@functools.cache
+def _loaded(limits: Limits) -> Any:
+    each = jax.vmap(functools.partial(load, limits), in_axes=(None, 0))
+    return jax.jit(lambda traces, jobs: (jobs.knobs, each(traces, jobs)))
+
+
 def blank(limits: Limits, traces: Traces, jobs: Job) -> tuple[Knobs, State]:
     """Lanes in which nothing is loaded yet, one for each of the jobs: zeros, on the host, which cost no compile."""
-    each = jax.vmap(functools.partial(load, limits), in_axes=(None, 0))
-    shapes = jax.eval_shape(lambda traces, jobs: (jobs.knobs, each(traces, jobs)), traces, jobs)
+    shapes = _loaded(limits).eval_shape(traces, jobs)
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
