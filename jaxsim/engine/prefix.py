@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from jaxsim.engine.blocks import quotient
 from jaxsim.engine.cache import (
     BASE,
-    BLOCKS,
     COPY_NEXT,
     EAGER_NEXT,
     HEAD,
@@ -70,11 +69,6 @@ def next_job(c: Cache) -> Job:
     return Job(*flags, searching=touching | looking, me=me)
 
 
-def left_before(c: Cache, job: Job, mine: jax.Array) -> jax.Array:
-    """bool: async scheduling and Limits.roster: who is to leave was preempted since, with its last token in flight."""
-    return job.releasing & (c.alone == NONE) & (mine[BLOCKS] == NONE)
-
-
 def next_turn(
     size: jax.Array, now: jax.Array, c: Cache, job: Job, mine: jax.Array, chain: jax.Array,
     owner: jax.Array, owners: jax.Array, owner_chain: jax.Array | None, node_end: jax.Array,
@@ -96,8 +90,7 @@ def next_turn(
         decoded = pick(finished, chain[3], jnp.minimum(decoded, chain[3]) - 1)
         owner_decoded = jnp.minimum(owner_decoded, owner_chain[3]) - 1
         visiting = visiting | finished
-    settled = mine[MODE] == SETTLED
-    decoded = pick(settled if c.orders is None else settled | left_before(c, job, mine), 0, decoded)
+    decoded = pick(mine[MODE] == SETTLED, 0, decoded)
     target = quotient(pick(job.registering, c.register_tokens, decoded), size)
     registers = job.registering | job.walking | (job.releasing & ~c.detached)
     registers = registers & (mine[REGISTERED] < target)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsim.engine.blocks import quotient, remainder
+from jaxsim.engine.blocks import blocks_for, quotient, remainder
 from jaxsim.engine.layout import AHEAD, BEHIND, FIT, NONE, ORDER, OUTPUT, PLAN, PROMPT, Knobs, Limits
 
 
@@ -67,17 +67,19 @@ def wish(queue: Any, look: Any, wanted: jax.Array, budget: jax.Array) -> jax.Arr
 
 def asks(
     limits: Limits, knobs: Knobs, s: Any, look: Any, due: jax.Array, demand: jax.Array, budget: jax.Array,
-    prompts: jax.Array,
+    prompts: jax.Array, threshold: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Blocks that are asked for in this step, and whether the iteration may not fit and must be planned.
 
     `due`: blocks of the decodes; `demand`: these and those of the prompt `joiner`; `budget`: tokens for prompts, of
-    which there are at most `prompts`.
+    which there are at most `prompts`, with `threshold` tokens each.
     """
     queue, row = s.queue, look.row
     most = demand
     if limits.threshold:
-        most = due + jnp.where(look.prompted, quotient(budget, knobs.block_size) + 1 + prompts, 0)
+        together = quotient(budget, knobs.block_size) + 1 + prompts
+        each = jnp.where(threshold > 0, prompts * blocks_for(threshold, knobs.block_size), together)
+        most = due + jnp.where(look.prompted, jnp.minimum(together, each), 0)
     doubtful = ~s.begun & ~queue.planning & ~queue.planned & (most > s.free)
     context = row[PROMPT] + row[OUTPUT] - (row[FIT] - s.now) - 1
     own = (remainder(context, knobs.block_size) == 0).astype(jnp.int32)

@@ -204,7 +204,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     decodes_fit: Any = None
     doubtful: Any = None
     if limits.roster:
-        demand, doubtful = roster.asks(limits, knobs, s, look, due, demand, budget, running - decodes)
+        prompts = running - decodes
+        demand, doubtful = roster.asks(limits, knobs, s, look, due, demand, budget, prompts, threshold)
         only_plans = s.queue.planning | doubtful
     elif limits.priority:
         demand, only_plans = demand + wanted.blocks, wanted.plans

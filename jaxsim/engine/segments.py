@@ -116,7 +116,7 @@ def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     high = pick(extends, turn.stop, s[HI])
     detaches = pops & ~c.detached
     unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
-    if limits.roster:
+    if limits.roster:  # who was to leave may have been preempted since
         unhashed = pick(job.releasing & (c.alone == NONE) & (mine[BLOCKS] == NONE), 0, unhashed)
     has_hold = pops & (top != NONE)
     spills, grows = None, None
