@@ -1,7 +1,7 @@
 /* The scheduler's rules as a plain native loop: what one core can do on this work, and the measure of the array program.
  *
  *     cc -O3 -march=native native.c -o native
- *     ./native INPUT OUTPUT
+ *     ./native INPUT [OUTPUT]
  *
  * Modelled: first come first served, chunked prefill, blocks, preemption by recomputation, the full-sequence check. Not
  * modelled: async scheduling, prefix caching, priorities, watermark, thresholds, statistics. Settings run one after the
@@ -213,11 +213,11 @@ static struct outcome simulate(struct server *s, int count, struct setting set, 
 }
 
 int main(int words, char **word) {
-    FILE *in = words == 3 ? fopen(word[1], "r") : NULL, *out = in ? fopen(word[2], "wb") : NULL;
+    FILE *in = words > 1 ? fopen(word[1], "r") : NULL, *out = words > 2 ? fopen(word[2], "wb") : NULL;
     struct server s = {0};
     struct cost cost;
     int count, settings, full_sequence, longest = 0;
-    if (!out || fscanf(in, "%d %d %d %d", &count, &settings, &s.block_size, &full_sequence) != 4) return 2;
+    if (!in || fscanf(in, "%d %d %d %d", &count, &settings, &s.block_size, &full_sequence) != 4) return 2;
     if (fscanf(in, "%" SCNd64 "%" SCNd64, &cost.step, &cost.prefill_token) != 2) return 2;
     if (fscanf(in, "%" SCNd64 "%" SCNd64, &cost.decode, &cost.context) != 2) return 2;
     s.requests = malloc((size_t)count * sizeof(struct request));
@@ -239,9 +239,10 @@ int main(int words, char **word) {
         struct outcome outcome = simulate(&s, count, set, cost, full_sequence);
         clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
         seconds += (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+        if (!out) continue;
         fwrite(&outcome, sizeof outcome, 1, out);
         for (int k = 0; k < count; k++) fwrite(&s.requests[k].scheduled, sizeof(int64_t), 3, out);
     }
     printf("%.9f\n", seconds);
-    return fclose(out) != 0;
+    return out && fclose(out) != 0;
 }

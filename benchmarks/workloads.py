@@ -1,7 +1,8 @@
 """What the suite simulates: lists of requests, settings and the cost of an iteration."""
 
 import math
-from typing import NamedTuple
+import random
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,24 +52,25 @@ def default_mix(count: int) -> Requests:
 
 def long_prompts(count: int) -> Requests:
     """Prompts of 2,000 to 100,000 tokens around 20,000, outputs around 150; gaps of 1 s on average."""
-    random = np.random.default_rng(0)
-    prompt = np.clip(np.exp(random.normal(9.9, 0.8, count)), 2000, 100_000).astype(int)
-    output = np.clip(np.exp(random.normal(5.0, 0.8, count)), 1, 1500).astype(int)
-    return Requests(np.cumsum(random.exponential(1.0, count)), prompt, output)
+    draw = np.random.default_rng(0)
+    prompt = np.clip(np.exp(draw.normal(9.9, 0.8, count)), 2000, 100_000).astype(int)
+    output = np.clip(np.exp(draw.normal(5.0, 0.8, count)), 1, 1500).astype(int)
+    return Requests(np.cumsum(draw.exponential(1.0, count)), prompt, output)
 
 
 def system_prompts(count: int, shared: int = 800) -> Requests:
     """Prompts of 1,000 tokens, the first `shared` of them one of eight system prompts; gaps of 1 s on average."""
-    random = np.random.default_rng(0)
-    output = np.clip(np.exp(random.normal(5.0, 0.8, count)), 1, 1500).astype(int)
-    group = random.integers(0, 8, count)
+    draw = np.random.default_rng(0)
+    output = np.clip(np.exp(draw.normal(5.0, 0.8, count)), 1, 1500).astype(int)
+    group = draw.integers(0, 8, count)
     segments = [[(f"s{group[i]}", 0, shared), (f"u{i}", 0, 1000 - shared)] for i in range(count)]
-    return Requests(np.cumsum(random.exponential(1.0, count)), np.full(count, 1000), output, segments=segments)
+    return Requests(np.cumsum(draw.exponential(1.0, count)), np.full(count, 1000), output, segments=segments)
 
 
 def fixed_lengths(count: int, seed: int, prompt: int = 512, output: int = 128) -> Requests:
-    """Requests of one size; gaps of 1 s on average."""
-    gaps = np.random.default_rng(seed).exponential(1.0, count)
+    """Requests of one size; gaps of 1 s on average, with seed 0 those that AISimulate draws by default."""
+    source = random.Random(42 + seed)
+    gaps = [0.0] + [source.expovariate(1.0) for _ in range(count - 1)]
     return Requests(np.cumsum(gaps), np.full(count, prompt), np.full(count, output))
 
 
@@ -77,25 +79,46 @@ class Case(NamedTuple):
 
     name: str
     requests: Requests
-    rate_rps: float  # requests per second: the list's gaps are 1 s on average
+    rate_rps: float  # requests per second: the gaps of the list are 1 s on average
     engines: list[EngineConfig]
     lanes: int
 
+    @property
+    def native(self) -> bool:
+        """Whether the native program knows all the rules; else it runs the same requests without them."""
+        return not (self.engines[0].async_scheduling or self.engines[0].enable_prefix_caching)
 
-def settings(
-    count: int, fewest: int, most: int, blocks: int, max_model_len: int = 8192, **options
-) -> list[EngineConfig]:
-    """max_num_seqs in geometric steps from `fewest` to `most`; `blocks` are usable ones."""
-    steps = [i / max(1, count - 1) for i in range(count)]
-    return [
-        EngineConfig(
-            max_num_seqs=int(fewest * (most / fewest) ** step + 1e-9),
-            max_num_batched_tokens=2048,
-            num_gpu_blocks=blocks + 1,
-            max_model_len=max_model_len,
-            block_size=BLOCK_SIZE,
-            scheduler_reserve_full_isl=False,
-            **options,
-        )
-        for step in steps
+
+def settings(seats: int, fewest: int = 1, most: int = 512, blocks: int = 20_000, **options: Any) -> list[EngineConfig]:
+    """`seats` settings with max_num_seqs in geometric steps from `fewest` to `most`; `blocks` are usable ones."""
+    fixed = {"max_num_batched_tokens": 2048, "max_model_len": 8192, "scheduler_reserve_full_isl": False} | options
+    steps = [i / max(1, seats - 1) for i in range(seats)]
+    chosen = [int(fewest * (most / fewest) ** step + 1e-9) for step in steps]
+    return [EngineConfig(max_num_seqs=one, num_gpu_blocks=blocks + 1, block_size=BLOCK_SIZE, **fixed) for one in chosen]
+
+
+VLLM = {"async_scheduling": True, "enable_prefix_caching": True}  # vLLM's defaults
+
+
+def cases(quick: bool) -> list[Case]:
+    """The suite's cases; `quick` leaves out what takes long to run or to compile and takes fewer settings."""
+    count, lanes = (128, 128) if quick else (512, 256)
+    mix, prompts = default_mix(1000), system_prompts(1000)
+    many = settings(count)
+    pool: dict[str, Any] = {"fewest": 8, "most": 48, "blocks": 4000}
+    found = [
+        Case("light load, 2 req/s", mix, 2, many, lanes),
+        Case("default mix, 12 req/s", mix, 12, many, lanes),
+        Case("overload, 100 req/s", mix, 100, many, lanes),
+        Case("heavy preemption, 400 blocks", mix, 12, settings(count, fewest=8, blocks=400), lanes),
+        Case("long prompts, 20,000 tokens", long_prompts(1000), 0.5, settings(count, max_model_len=131_072), lanes),
+        Case("default mix, vLLM's defaults", mix, 12, settings(count, **VLLM), lanes),
+        Case("system prompts, no caching", prompts, 12, settings(lanes, **pool, async_scheduling=True), lanes),
     ]
+    if not quick:
+        found += [
+            Case("system prompts, caching", prompts, 12, settings(lanes, **pool, **VLLM), lanes),
+            Case("10,000 requests", default_mix(10_000), 12, settings(256), 256),
+            Case("100,000 requests", default_mix(100_000), 12, settings(64), 64),
+        ]
+    return found

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,18 +43,19 @@ def write_input(path: Path, requests: Requests, engines: Sequence[EngineConfig],
     arrival_ps = np.rint(np.rint(np.asarray(requests.arrival_s)[order] * 1e12) * stretch).astype(np.int64)
     prompt = np.asarray(requests.prompt_len)[order]
     output = np.minimum(np.asarray(requests.output_len)[order], longest - prompt)
-    rows = [(len(prompt), len(engines), block_size, int(full_sequence))]
+    rows: list[tuple[Any, ...]] = [(len(prompt), len(engines), block_size, int(full_sequence))]
     rows += [(prices.step_ps, prices.prefill_token_ps, prices.decode_seq_ps, prices.decode_ctx_ps)]
     rows += zip(prompt, output, arrival_ps, strict=True)
     rows += [(one.max_num_seqs, one.max_num_batched_tokens, one.num_gpu_blocks - 1) for one in engines]
     path.write_text("".join(" ".join(map(str, row)) + "\n" for row in rows))
 
 
-def run(program: Path, input_path: Path, requests: int) -> NativeRun:
-    """Runs the program; requests are in order of arrival."""
+def run(program: Path, input_path: Path, requests: int, whole: bool = True) -> NativeRun:
+    """Runs the program; without `whole` only for the time. Requests are in order of arrival."""
     output = input_path.with_suffix(".out")
-    command = [str(program), str(input_path), str(output)]
+    command = [str(program), str(input_path), *([str(output)] if whole else [])]
     seconds = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    table = np.fromfile(output, np.int64).reshape(-1, 2 + 3 * requests)
+    table = np.fromfile(output, np.int64) if whole else np.empty(0, np.int64)
+    table = table.reshape(-1, 2 + 3 * requests)
     times = table[:, 2:].reshape(-1, requests, 3)
     return NativeRun(seconds, table[:, 0], table[:, 1], times[..., 0], times[..., 1], times[..., 2])

@@ -1,0 +1,90 @@
+"""How long a program takes to its first result in a process of its own, and what it consists of.
+
+    python -m benchmarks.start NAME
+
+prints JSON. Whether it has to compile depends on JAX's own variables for its compilation cache.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from typing import Any
+
+BEGIN = time.monotonic()  # before JAX is imported
+
+import jax  # noqa: E402
+
+from benchmarks.program import Program, step, watching  # noqa: E402
+from benchmarks.workloads import VLLM, YardstickCost, default_mix, settings, system_prompts  # noqa: E402
+from jaxsim.engine import simulate_many  # noqa: E402
+from jaxsim.engine.layout import Limits  # noqa: E402
+
+LANES = 64
+# Options of the engine, statistics, and whether prompts share blocks.
+PROGRAMS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "plain": ({}, False, False),
+    "statistics": ({}, True, False),
+    "async, statistics": ({"async_scheduling": True}, True, False),
+    "async, prefix caching, statistics": (VLLM, True, True),
+}
+MAIN = "async, statistics"  # what the main job runs where no two requests share a block
+
+
+def compiled(name: str, lanes: int = LANES) -> Program:
+    """The program, having simulated a list of 1,000 requests."""
+    options, statistics, shared = PROGRAMS[name]
+    requests = system_prompts(1000) if shared else default_mix(1000)
+    engines = settings(lanes, fewest=8, most=48, **options)
+    with watching() as watch:
+        simulate_many(requests, engines, YardstickCost(), stretch=1 / 12, statistics=statistics, lanes=lanes)
+    return watch.programs[0]
+
+
+def memory_bytes(limits: Limits) -> int:
+    """Bytes of the arrays of a lane that grow with the number of requests."""
+    return 4 * (limits.memory + (limits.prefix_memory if limits.prefix else 0))
+
+
+def starts(names: list[str]) -> list[dict[str, Any]]:
+    """A row per program: to the first result with an empty compilation cache and with one that holds it."""
+    rows = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+            command = [sys.executable, "-m", "benchmarks.start", name]
+            runs = [
+                json.loads(subprocess.run(command, env=os.environ | cache, check=True, capture_output=True).stdout)
+                for _ in range(2)
+            ]
+        rows.append(runs[0] | {"cold_s": runs[0]["seconds"], "cached_s": runs[1]["seconds"]})
+    return rows
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    name = sys.argv[1]
+    program = compiled(name)
+    seconds = time.monotonic() - BEGIN
+    counts, fixed = step(program), program.state_bytes - memory_bytes(program.limits)
+    print(
+        json.dumps(
+            {
+                "program": name,
+                "seconds": seconds,
+                "dispatched": counts.total,
+                "copies": counts.dispatched["copy"],
+                "operations": counts.operations,
+                "lane_bytes": program.state_bytes,
+                "lane_bytes_10k": fixed + memory_bytes(replace(program.limits, requests=10_240)),
+                "temporary_bytes": program.temporary_bytes / LANES,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
