@@ -216,7 +216,7 @@ int main(int words, char **word) {
     FILE *in = words > 1 ? fopen(word[1], "r") : NULL, *out = words > 2 ? fopen(word[2], "wb") : NULL;
     struct server s = {0};
     struct cost cost;
-    int count, settings, full_sequence, longest = 0;
+    int count, settings, full_sequence, longest = 0, largest = 0;
     if (!in || fscanf(in, "%d %d %d %d", &count, &settings, &s.block_size, &full_sequence) != 4) return 2;
     if (fscanf(in, "%" SCNd64 "%" SCNd64, &cost.step, &cost.prefill_token) != 2) return 2;
     if (fscanf(in, "%" SCNd64 "%" SCNd64, &cost.decode, &cost.context) != 2) return 2;
@@ -226,6 +226,7 @@ int main(int words, char **word) {
         struct request *r = &s.requests[i];
         if (fscanf(in, "%d %d %" SCNd64, &r->prompt, &r->output, &r->arrival) != 3) return 2;
         if (r->output > longest) longest = r->output;
+        if (r->prompt + r->output - 1 > largest) largest = r->prompt + r->output - 1;
     }
     for (s.buckets = 1; s.buckets <= longest; s.buckets *= 2) {}
     s.ring = malloc((size_t)s.buckets * sizeof(int));
@@ -234,6 +235,7 @@ int main(int words, char **word) {
     for (int i = 0; i < settings; i++) {
         struct setting set;
         if (fscanf(in, "%d %d %d", &set.seats, &set.budget, &set.blocks) != 3) return 2;
+        if (blocks_of(&s, largest) > set.blocks) return 3; /* it would preempt itself for ever */
         struct timespec begin, end;
         clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &begin);
         struct outcome outcome = simulate(&s, count, set, cost, full_sequence);

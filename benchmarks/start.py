@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,29 +20,28 @@ BEGIN = time.monotonic()  # before JAX is imported
 import jax  # noqa: E402
 
 from benchmarks.program import Program, step, watching  # noqa: E402
-from benchmarks.workloads import VLLM, YardstickCost, default_mix, settings, system_prompts  # noqa: E402
-from jaxsim.engine import simulate_many  # noqa: E402
+from benchmarks.workloads import VLLM, TabledCost, YardstickCost, default_mix, settings, system_prompts  # noqa: E402
+from jaxsim.engine import Cost, Requests, simulate_many  # noqa: E402
 from jaxsim.engine.layout import Limits  # noqa: E402
 
 LANES = 64
-# Options of the engine, statistics, and whether prompts share blocks.
-PROGRAMS: dict[str, tuple[dict[str, Any], bool, bool]] = {
-    "plain": ({}, False, False),
-    "statistics": ({}, True, False),
-    "async, statistics": ({"async_scheduling": True}, True, False),
-    "async, prefix caching, statistics": (VLLM, True, True),
+# Options of the engine, statistics, and what is simulated.
+PROGRAMS: dict[str, tuple[dict[str, Any], bool, Callable[[int], Requests], Cost]] = {
+    "plain": ({}, False, default_mix, YardstickCost()),
+    "statistics": ({}, True, default_mix, YardstickCost()),
+    "main job": (VLLM, True, default_mix, TabledCost()),  # no two requests share a block
+    "main job, shared prompts": (VLLM, True, system_prompts, TabledCost()),
 }
-MAIN = "async, statistics"  # what the main job runs where no two requests share a block
+MAIN = "main job"
 
 
 def compiled(name: str, lanes: int = LANES) -> Program:
     """The program, having simulated a list of 1,000 requests."""
-    options, statistics, shared = PROGRAMS[name]
-    requests = system_prompts(1000) if shared else default_mix(1000)
+    options, statistics, requests, cost = PROGRAMS[name]
     engines = settings(lanes, fewest=8, most=48, **options)
     with watching() as watch:
-        simulate_many(requests, engines, YardstickCost(), stretch=1 / 12, statistics=statistics, lanes=lanes)
-    return watch.programs[0]
+        simulate_many(requests(1000), engines, cost, stretch=1 / 12, statistics=statistics, lanes=lanes)
+    return watch.sole
 
 
 def memory_bytes(limits: Limits) -> int:

@@ -11,14 +11,12 @@ from benchmarks.program import Watch
 from benchmarks.workloads import Case, YardstickCost
 from jaxsim.engine import Simulation, simulate_many
 
-COST = YardstickCost()
-
 
 def run(case: Case, statistics: bool) -> tuple[float, list[Simulation]]:
     """CPU seconds and outcomes."""
     start = time.process_time()
     runs = simulate_many(
-        case.requests, case.engines, COST, stretch=1 / case.rate_rps, statistics=statistics, lanes=case.lanes
+        case.requests, case.engines, case.cost, stretch=1 / case.rate_rps, statistics=statistics, lanes=case.lanes
     )
     return time.process_time() - start, runs
 
@@ -31,7 +29,7 @@ def measure(case: Case, watch: Watch, program: Path | None, folder: Path, repeat
     runs: dict[bool, list[Simulation]] = {}
     agrees = None
     if program is not None:
-        yardstick.write_input(folder / "input", case.requests, case.engines, COST, 1 / case.rate_rps)
+        yardstick.write_input(folder / "input", case.requests, case.engines, YardstickCost(), 1 / case.rate_rps)
     for statistics in (True, False):  # compiles
         runs[statistics] = run(case, statistics)[1]
     for repeat in range(repeats):

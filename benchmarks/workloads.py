@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxsim.engine import CostTable, EngineConfig, Requests
+from jaxsim.engine import Cost, CostTable, EngineConfig, Requests
 
 US = 10**6  # ps
 BLOCK_SIZE = 16
@@ -21,6 +21,20 @@ class YardstickCost:
     def table(self, max_tokens: int, max_seqs: int) -> CostTable:
         context = US // 25
         return CostTable(6000 * US, prefill_token_ps=60 * US, decode_seq_ps=20 * US - context, decode_ctx_ps=context)
+
+
+class TabledCost:
+    """The same times with tables for the step and the decodes: the form that the main job's roofline has."""
+
+    def table(self, max_tokens: int, max_seqs: int) -> CostTable:
+        plain = YardstickCost().table(max_tokens, max_seqs)
+        rows = np.arange(max_seqs + 1)
+        return CostTable(
+            prefill_token_ps=plain.prefill_token_ps,
+            linear_ps=np.full(max_tokens + 1, plain.step_ps),
+            decode_base_ps=rows * plain.decode_seq_ps,
+            decode_ctx_table_ps=np.full(max_seqs + 1, plain.decode_ctx_ps),
+        )
 
 
 def default_mix(count: int) -> Requests:
@@ -82,10 +96,11 @@ class Case(NamedTuple):
     rate_rps: float  # requests per second: the gaps of the list are 1 s on average
     engines: list[EngineConfig]
     lanes: int
+    cost: Cost = YardstickCost()
 
     @property
     def native(self) -> bool:
-        """Whether the native program knows all the rules; else it runs the same requests without them."""
+        """Whether the native program knows all the rules; else it runs the same requests without some."""
         return not (self.engines[0].async_scheduling or self.engines[0].enable_prefix_caching)
 
 
@@ -106,18 +121,19 @@ def cases(quick: bool) -> list[Case]:
     mix, prompts = default_mix(1000), system_prompts(1000)
     many = settings(count)
     pool: dict[str, Any] = {"fewest": 8, "most": 48, "blocks": 4000}
+    uncached = VLLM | {"enable_prefix_caching": False}
     found = [
         Case("light load, 2 req/s", mix, 2, many, lanes),
         Case("default mix, 12 req/s", mix, 12, many, lanes),
         Case("overload, 100 req/s", mix, 100, many, lanes),
         Case("heavy preemption, 400 blocks", mix, 12, settings(count, fewest=8, blocks=400), lanes),
         Case("long prompts, 20,000 tokens", long_prompts(1000), 0.5, settings(count, max_model_len=131_072), lanes),
-        Case("default mix, vLLM's defaults", mix, 12, settings(count, **VLLM), lanes),
-        Case("system prompts, no caching", prompts, 12, settings(lanes, **pool, async_scheduling=True), lanes),
+        Case("default mix, vLLM's defaults", mix, 12, settings(count, **VLLM), lanes, TabledCost()),
+        Case("system prompts, no caching", prompts, 12, settings(lanes, **pool, **uncached), lanes, TabledCost()),
     ]
     if not quick:
         found += [
-            Case("system prompts, caching", prompts, 12, settings(lanes, **pool, **VLLM), lanes),
+            Case("system prompts, caching", prompts, 12, settings(lanes, **pool, **VLLM), lanes, TabledCost()),
             Case("10,000 requests", default_mix(10_000), 12, settings(256), 256),
             Case("100,000 requests", default_mix(100_000), 12, settings(64), 64),
         ]
