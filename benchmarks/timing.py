@@ -27,22 +27,22 @@ def measure(case: Case, watch: Watch, program: Path | None, folder: Path, repeat
     native: list[float] = []
     seconds: dict[bool, list[float]] = {False: [], True: []}
     runs: dict[bool, list[Simulation]] = {}
-    agrees = None
     if program is not None:
         yardstick.write_input(folder / "input", case.requests, case.engines, YardstickCost(), 1 / case.rate_rps)
     for statistics in (True, False):  # compiles
-        runs[statistics] = run(case, statistics)[1]
+        run(case._replace(engines=case.engines[-1:]), statistics)
+    done = None
     for repeat in range(repeats):
         if program is not None:
-            done = yardstick.run(program, folder / "input", count, whole=repeat == 0)
-            native.append(done.seconds)
-            if repeat == 0 and case.native:
-                agrees = same(done, runs[False]) and same(done, runs[True])
+            timed = yardstick.run(program, folder / "input", count, whole=repeat == 0)
+            native.append(timed.seconds)
+            done = done or timed
         for statistics in (True, False):
             for one in watch.programs:
                 one.calls = 0
             taken, runs[statistics] = run(case, statistics)
             seconds[statistics].append(taken)
+    agrees = same(done, runs[False]) and same(done, runs[True]) if done and case.native else None
     # The programs of the last run, without statistics.
     lane_steps = sum(one.calls * one.steps * one.lanes for one in watch.programs)
     steps, rich_steps = (sum(one.totals.scan_steps for one in runs[statistics]) for statistics in (False, True))
