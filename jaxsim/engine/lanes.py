@@ -10,7 +10,7 @@ distinct request lists.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ _enable_x64: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimenta
 x64 = functools.partial(_enable_x64, True)
 
 
+Result = TypeVar("Result")
+
+
 class Traces(NamedTuple):
     """Lists of requests in order of arrival, padded; on every device."""
 
@@ -54,11 +57,14 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The records of one finished simulation, on the host."""
+    """What one finished simulation leaves, on the host: views that the next chunk of steps invalidates."""
 
-    memory: np.ndarray  # [Limits.memory] int32, a copy
-    state: State  # scalars and small arrays; without memory
-    cache: np.ndarray | None = None  # [Limits.prefix_memory] int32, a copy
+    memory: np.ndarray  # [Limits.memory] int32
+    state: State  # `KEPT`, None for the rest
+    cache: np.ndarray | None = None  # [Limits.prefix_memory] int32
+
+
+KEPT = ("status", "clock_ps", "iterations", "scan_steps", "fresh_head", "preempted_count", "inflow")
 
 
 def devices_mesh(devices: list[Any]) -> Mesh:
@@ -98,17 +104,46 @@ def advance(
     return lax.scan(lambda state, _: jax.vmap(one)(knobs, state), state, length=steps)
 
 
+def apart(state: State) -> tuple[State, list[jax.Array]]:
+    """The state without its large arrays, and these."""
+    small, large = state._replace(memory=jnp.int32(0)), [state.memory]
+    if state.cache is not None:
+        small, large = small._replace(cache=state.cache._replace(memory=jnp.int32(0))), [*large, state.cache.memory]
+    return small, large
+
+
+def together(state: State, large: list[jax.Array]) -> State:
+    """The inverse of `apart`."""
+    cache = state.cache if state.cache is None else state.cache._replace(memory=large[1])
+    return state._replace(memory=large[0], cache=cache)
+
+
 def refill(
     limits: Limits, traces: Traces, knobs: Knobs, state: State, count: jax.Array, lanes: jax.Array, jobs: Job
 ) -> tuple[Knobs, State]:
-    """Load jobs[i] into lane lanes[i] for i < count[0]; one device's share."""
+    """Load jobs[lane] into the lanes lanes[i] for i < count[0]; one device's share.
 
-    def put(i: jax.Array, carry: tuple[Knobs, State]) -> tuple[Knobs, State]:
-        job = jax.tree.map(lambda leaf: leaf[i], jobs)
-        fresh = (job.knobs, load(limits, traces, job))
-        return jax.tree.map(lambda old, new: old.at[lanes[i]].set(new), carry, fresh)
+    The small arrays are chosen for all lanes at once; the large ones are written for these lanes only.
+    """
+    old, large = apart(state)
+    old = old._replace(memory=state.status)
+    if old.cache is not None:
+        old = old._replace(cache=old.cache._replace(memory=state.status))
+    width = state.status.shape[0]
+    listed = jnp.where(jnp.arange(width, dtype=jnp.int32) < count[0], lanes, width)
+    starts = jnp.zeros(width, bool).at[listed].set(True, mode="drop")
+    fresh = jax.vmap(lambda job: apart(load(limits, traces, job))[0])(jobs)
 
-    return lax.fori_loop(0, count[0], put, (knobs, state))
+    def pick(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        return jnp.where(starts.reshape(-1, *[1] * (old.ndim - 1)), fresh, old)
+
+    def put(i: jax.Array, large: list[jax.Array]) -> list[jax.Array]:
+        job = jax.tree.map(lambda leaf: leaf[lanes[i]], jobs)
+        _, arrays = apart(load(limits, traces, job))
+        return [old.at[lanes[i]].set(new) for old, new in zip(large, arrays, strict=True)]
+
+    knobs, small = jax.tree.map(pick, (knobs, old), (jobs.knobs, fresh))
+    return knobs, together(small, lax.fori_loop(0, count[0], put, large))
 
 
 @functools.cache
@@ -121,7 +156,8 @@ def compiled(limits: Limits, mesh: Mesh, steps: int) -> tuple[Callable, Callable
         return jax.jit(mapped, donate_argnums=donate)
 
     def blank(traces: Traces, jobs: Job) -> tuple[Knobs, State]:
-        state = jax.vmap(lambda job: load(limits, traces, job))(jobs)
+        shapes = jax.eval_shape(jax.vmap(lambda job: load(limits, traces, job)), jobs)
+        state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return jobs.knobs, state._replace(status=jnp.full_like(state.status, Status.DONE))
 
     empty = sharded(blank, (everywhere, lanes), lanes)
@@ -142,10 +178,12 @@ def run(
     jobs: Job,
     width: int,
     devices: list[Any],
+    collect: Callable[[int, Outcome], Result],
     steps: int = STEPS,
     on_events: Callable[[Event], None] | None = None,
-) -> Iterator[tuple[int, Outcome]]:
-    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, outcome) as they end."""
+) -> Iterator[tuple[int, Result]]:
+    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, what `collect` makes of the outcome,
+    none of whose arrays it may keep) as they end."""
     with x64():
         mesh = devices_mesh(devices)
         empty, fill, chunk = compiled(limits, mesh, steps)
@@ -173,7 +211,7 @@ def run(
                     mine = free[free // width == device]
                     count[device] = mine.size
                     lanes[device, : mine.size] = mine % width
-                    order[device, : mine.size] = holds[mine]
+                    order[device, mine % width] = holds[mine]
                 places = jax.device_put((count, lanes.reshape(-1)), split)
                 knobs, state = fill(traces, knobs, state, *places, take(order.reshape(-1)))
             if not (holds >= 0).any():
@@ -184,21 +222,23 @@ def run(
             status = np.asarray(state.status)
             ended = np.flatnonzero((holds >= 0) & (status != Status.RUNNING))
             if ended.size:
-                kept = None if state.cache is None else state.cache._replace(memory=state.status)
-                small = jax.tree.map(np.asarray, state._replace(memory=state.status, cache=kept))
+                names = [*KEPT, *(["statistics"] if limits.statistics else [])]
+                kept: Any = State(*[getattr(state, name) if name in names else None for name in State._fields])  # type: ignore
+                kept = jax.tree.map(np.asarray, kept)
                 memories = [np.asarray(shard.data) for shard in _in_order(state.memory)]
                 caches = []
                 if state.cache is not None:
                     caches = [np.asarray(shard.data) for shard in _in_order(state.cache.memory)]
-                outcomes = []
-                for lane in ended:
-                    scalars = jax.tree.map(lambda leaf, lane=lane: leaf[lane], small)
-                    device, place = divmod(int(lane), width)
-                    cache = caches[device][place].copy() if caches else None
-                    outcomes.append((int(holds[lane]), Outcome(memories[device][place].copy(), scalars, cache)))
+                results = []
+                for lane in ended.tolist():
+                    mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], kept)
+                    device, place = divmod(lane, width)
+                    cache = caches[device][place] if caches else None
+                    job = int(holds[lane])
+                    results.append((job, collect(job, Outcome(memories[device][place], mine, cache))))
                 holds[ended] = -1
-                del memories, caches
-                yield from outcomes
+                del memories, caches, cache
+                yield from results
 
 
 def _in_order(array: jax.Array) -> list[Any]:

@@ -21,51 +21,58 @@ from jaxsim.engine.layout import (
     VISITOR,
     Limits,
 )
-from jaxsim.engine.statistics import wide_value
-from jaxsim.engine.types import NEVER, PS_PER_S, EngineConfig, Simulation, Status, Totals
+from jaxsim.engine.statistics import BINS, wide_value
+from jaxsim.engine.types import NEVER, PS_PER_S, EngineConfig, Requests, Simulation, Status, Totals
 
 
 def simulation(
-    limits: Limits, n: int, closed_loop: bool, engine: EngineConfig, order: np.ndarray, outcome: Outcome
+    limits: Limits,
+    requests: Requests,
+    closed_loop: bool,
+    engine: EngineConfig,
+    place: np.ndarray | None,
+    outcome: Outcome,
 ) -> Simulation:
+    """place: [N] position of each of the caller's requests in the order of arrival, None if they are in this order."""
     memory, state, cache = outcome
+    n = len(requests.prompt_len)
     rows = memory[: n * ROW].reshape(n, ROW)
     times = rows.view(np.int64)  # two words are one time, low word first
     arrival = memory[limits.arrivals : limits.arrivals + 2 * n].view(np.int64)
     arrival = np.where(arrival >= INFINITE, NEVER, arrival)
     log = memory[limits.log : limits.buckets].view(np.int64)
-    position = rows[:, FIRST_TOKEN]
-    generated = rows[:, GENERATED]
-    finished = generated >= rows[:, OUTPUT]
-    finish = np.where(finished, times[:, LAST_TOKEN // 2], NEVER)
     first_scheduled = times[:, FIRST_SCHEDULED // 2]
 
     def ordered(values: np.ndarray) -> np.ndarray:
-        result = np.empty_like(values)
-        result[order] = values
-        return result
+        return values.copy() if place is None else values[place]
 
-    rejected = np.zeros(n, bool) if state.inflow is None else turned_away(rows, first_scheduled, engine, state)
-    hits = np.zeros((n, 2), np.int32)
+    position, output_tokens = ordered(rows[:, FIRST_TOKEN]), ordered(rows[:, GENERATED])
+    rejected, started = np.zeros(n, bool), first_scheduled
+    if state.inflow is not None:
+        rejected = turned_away(rows, first_scheduled, engine, state)
+        started, rejected = np.where(rejected, arrival, first_scheduled), ordered(rejected)
+    hits = np.zeros((2, n), np.int32)
     if cache is not None:
         visitors = cache[limits.visitor_rows : limits.visitor_rows + n * VISITOR].reshape(n, VISITOR)
-        hits = np.maximum(visitors[:, [HIT_FIRST, HIT_LATER]], 0)
-
+        hits = [ordered(np.maximum(visitors[:, column], 0)) for column in (HIT_FIRST, HIT_LATER)]
+    preemptions, recomputed = ordered(rows[:, PREEMPTIONS]), ordered(rows[:, RECOMPUTED])
+    sums = {"num_preemptions": preemptions, "recomputed_tokens": recomputed, "output_tokens": output_tokens}
     return Simulation(
         arrival_ps=ordered(arrival),
         first_scheduled_ps=ordered(first_scheduled),
-        first_token_ps=ordered(np.where(position < 0, NEVER, log[position])),
-        finish_ps=ordered(finish),
+        first_token_ps=np.where(position < 0, NEVER, log[position]),
+        finish_ps=np.where(output_tokens >= ordered(rows[:, OUTPUT]), ordered(times[:, LAST_TOKEN // 2]), NEVER),
         prompt_len=ordered(rows[:, PROMPT]),
-        output_tokens=ordered(generated),
-        num_preemptions=ordered(rows[:, PREEMPTIONS]),
-        recomputed_tokens=ordered(rows[:, RECOMPUTED]),
-        hit_tokens=ordered(hits[:, 0]),
+        output_tokens=output_tokens,
+        num_preemptions=preemptions,
+        recomputed_tokens=recomputed,
+        hit_tokens=hits[0],
         status=Status(int(state.status)),
-        totals=totals_of(limits, engine, rows, arrival, np.where(rejected, arrival, first_scheduled), state),
+        totals=totals_of(limits, engine, sums, arrival, started, state),
         closed_loop=closed_loop,
-        resumed_hit_tokens=ordered(hits[:, 1]),
-        rejected=ordered(rejected),
+        resumed_hit_tokens=hits[1],
+        rejected=rejected,
+        label=requests.label,
     )
 
 
@@ -88,26 +95,25 @@ def turned_away(rows: np.ndarray, first_scheduled: np.ndarray, engine: EngineCon
 def totals_of(
     limits: Limits,
     engine: EngineConfig,
-    rows: np.ndarray,
+    sums: dict[str, np.ndarray],
     arrival: np.ndarray,
     first_scheduled: np.ndarray,
     state: Any,
 ) -> Totals:
+    """sums: arrays to be added up; arrival, first_scheduled: in order of arrival."""
     start, end = int(arrival[0]), int(state.clock_ps)
     duration = end - start
     counts = {
         "iterations": int(state.iterations),
         "scan_steps": int(state.scan_steps),
         "duration_s": duration / PS_PER_S,
-        "num_preemptions": int(rows[:, PREEMPTIONS].sum(dtype=np.int64)),
-        "recomputed_tokens": int(rows[:, RECOMPUTED].sum(dtype=np.int64)),
-        "output_tokens": int(rows[:, GENERATED].sum(dtype=np.int64)),
+        **{name: int(values.sum(dtype=np.int64)) for name, values in sums.items()},
     }
-    kept = state.statistics
-    histogram = kept.itl.astype(np.int64)
     if not limits.statistics:
         rest = {name: np.nan for name in Totals._fields if name not in counts}
-        return Totals(**{**rest, **counts, "itl_histogram": histogram})
+        return Totals(**{**rest, **counts, "itl_histogram": np.zeros(BINS, np.int64)})
+    kept = state.statistics
+    histogram = kept.itl.astype(np.int64)
     blocks, iterations = engine.num_gpu_blocks - 1, counts["iterations"]
     sent = np.where(arrival >= 0, arrival, end)
     opened = np.where(first_scheduled >= 0, first_scheduled, end)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine import swap as swapping
-from jaxsim.engine.blocks import add_phase, blocks_for, quotient, remainder
+from jaxsim.engine.blocks import blocks_for, quotient, remainder
 from jaxsim.engine.layout import (
     BELOW,
     FIT,
@@ -449,10 +449,21 @@ def prompts_in_progress(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2
     )
 
 
-def next_need(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2) -> jax.Array:
-    """Decoding requests by block phase after a step, [P] int32."""
+class PhaseChange(NamedTuple):
+    """How the decoding requests by block phase change."""
+
+    left: jax.Array  # the phase of a request that decodes no more, and 1 if there is one
+    leaves: jax.Array
+    joined: jax.Array  # the same of one that joins
+    joins: jax.Array
+
+
+def phase_change(knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2) -> PhaseChange:
     gone, row = look.gone, look.row
     context = jnp.where(look.finishes, gone[PROMPT] + gone[OUTPUT] - 1, p.victim_computed)
-    need = add_phase(s.need, remainder(context - s.now, knobs.block_size), -count(look.finishes | p.decoding))
-    known = row[PROMPT] + row[GENERATED]
-    return add_phase(need, remainder(known - s.now - 1, knobs.block_size), count(a.joins))
+    return PhaseChange(
+        left=remainder(context - s.now, knobs.block_size),
+        leaves=count(look.finishes | p.decoding),
+        joined=remainder(row[PROMPT] + row[GENERATED] - s.now - 1, knobs.block_size),
+        joins=count(a.joins),
+    )

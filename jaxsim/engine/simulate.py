@@ -1,7 +1,6 @@
 """One simulation or many."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 
 from jaxsim.engine.chains import shared_blocks
 from jaxsim.engine.cost import Cost
-from jaxsim.engine.lanes import run
+from jaxsim.engine.lanes import Outcome, run
 from jaxsim.engine.prepare import Settings, arrival_order, capped, check, prepare
 from jaxsim.engine.records import simulation
 from jaxsim.engine.replay import Replay, series_of
@@ -104,21 +103,8 @@ def _run(
         programs.setdefault((rules, caches, 1), []).append(i)
     while programs:
         (rules, caches, room), index = programs.popitem()
-        prepared = prepare(settings.at(index), caches, leap, statistics, replay is not None, room)
-        limits, traces, tables, chains, jobs, orders = prepared
-        devices = jax.local_devices()
-        if width is None:
-            devices = devices[: 1 if replay is not None or len(index) < len(devices) else None]
-            share = -(-len(index) // len(devices))
-            lanes = min(LANES, 1 << (share - 1).bit_length())
-        else:
-            lanes = width
-        on_events = None if replay is None else replay.add
-        for i, outcome in run(limits, traces, tables, chains, jobs, lanes, devices, on_events=on_events):
-            place, order = index[i], orders[int(jobs.trace[i])]
-            closed = settings.clients[place] is not None
-            result = simulation(limits, len(order), closed, settings.engine[place], order, outcome)
-            result = replace(result, label=settings.requests[place].label)
+        for i, result in _batch(settings.at(index), caches, leap, statistics, width, replay, room):
+            place = index[i]
             again = None
             if result.status == Status.OVERFLOW:
                 again = (rules, caches, 4 * room)
@@ -133,6 +119,33 @@ def _run(
             if on_done is not None:
                 on_done(place, results[place])
     return results
+
+
+def _batch(
+    settings: Settings,
+    caches: bool,
+    leap: bool,
+    statistics: bool,
+    width: int | None,
+    replay: Replay | None,
+    room: int,
+) -> Iterator[tuple[int, Simulation]]:
+    """Settings of one program, each with its index as it ends."""
+    limits, traces, tables, chains, jobs, orders = prepare(settings, caches, leap, statistics, replay is not None, room)
+    places = [np.argsort(order) if np.any(np.diff(order) < 0) else None for order in orders]
+    devices = jax.local_devices()
+    if width is None:
+        size = len(settings.engine)
+        devices = devices[: 1 if replay is not None or size < len(devices) else None]
+        share = -(-size // len(devices))
+        width = min(LANES, 1 << (share - 1).bit_length())
+
+    def collect(i: int, outcome: Outcome) -> Simulation:
+        closed, place = settings.clients[i] is not None, places[int(jobs.trace[i])]
+        return simulation(limits, settings.requests[i], closed, settings.engine[i], place, outcome)
+
+    on_events = None if replay is None else replay.add
+    yield from run(limits, traces, tables, chains, jobs, width, devices, collect, on_events=on_events)
 
 
 def finds_blocks(settings: Settings) -> list[bool]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine import inflow, leap, priority
-from jaxsim.engine.blocks import behind_phase, blocks_for, blocks_taken, quotient, remainder
+from jaxsim.engine.blocks import add_phase, behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
 from jaxsim.engine.chains import Chains
@@ -53,12 +53,13 @@ from jaxsim.engine.schedule import (
     Look,
     Pass1,
     Pass2,
+    PhaseChange,
     Prompts,
     admit,
     computed_tokens,
     count,
     depart,
-    next_need,
+    phase_change,
     prompts_in_progress,
 )
 from jaxsim.engine.state import Event, State
@@ -86,6 +87,7 @@ class Iteration(NamedTuple):
     duration_ps: jax.Array  # int64, 0 unless `works`
     end_ps: jax.Array  # int64
     now: jax.Array
+    phase: jax.Array  # of the requests that take a block in the next iteration
     running: jax.Array
     free: jax.Array
     decodes: jax.Array
@@ -238,6 +240,7 @@ def iterate(
         duration_ps=duration_ps,
         end_ps=s.clock_ps + duration_ps,
         now=s.now + count(works),
+        phase=remainder(-s.now - count(works), knobs.block_size),
         running=a.running - jnp.where(a.runs, p.held, 0),
         free=a.free + jnp.where(a.runs, p.held_blocks, 0),
         decodes=decodes,
@@ -303,7 +306,7 @@ def leap_on(
     if limits.asynchronous:  # each iteration is scheduled when the one before it starts
         before_arrival = jnp.minimum(before_arrival + 1, bound)
     leaps = jnp.where(blocked, bound, before_arrival)
-    blocks = blocks_taken(need, remainder(-i.now, knobs.block_size), leaps, knobs.block_size)
+    blocks = blocks_taken(need, i.phase, leaps, knobs.block_size)
     held = blocks_for(prompts.done, knobs.block_size)
     grown = blocks_for(prompts.done + leaps * i.chunk, knobs.block_size) - held
     return Leap(
@@ -497,13 +500,14 @@ def step(
     below_in_bucket = read_cell(s.memory, limits.buckets + fit_bucket)
     words = mark_calendar(limits, s, look, p, a, fit_bucket)
 
-    def complete() -> tuple[Prompts, dict[str, jax.Array], jax.Array, Iteration]:
+    def complete() -> tuple[Prompts, dict[str, jax.Array], PhaseChange, Iteration]:
         prompts = prompts_in_progress(limits, small, look, p, a)
         collected = collect(small, look, p, a)
-        need = next_need(limits, knobs, small, look, p, a)
-        return prompts, collected, need, iterate(knobs, tables, small, p, a, prompts, collected)
+        phases = phase_change(knobs, small, look, p, a)
+        return prompts, collected, phases, iterate(knobs, tables, small, p, a, prompts, collected)
 
-    prompts, collected, need, i = fence(on, complete)
+    prompts, collected, phases, i = fence(on, complete)
+    need = add_phase(add_phase(s.need, phases.left, -phases.leaves), phases.joined, phases.joins)
     changed = [(words.set_word, words.marked), (words.clear_word, words.cleared)]
     completion = next_completion(limits, s.memory, words.tops, changed, i.now)
     pending = jnp.where(a.joins & ~a.first_token, look.joiner, s.statistics.pending)
@@ -548,7 +552,7 @@ def step(
             leap_used_after=knobs.blocks - i.free + j.blocks,
             blocks=knobs.blocks,
             need=need,
-            phase=remainder(-i.now, knobs.block_size),
+            phase=i.phase,
             block_size=knobs.block_size,
             preempted=a.preempted_count,
             running=a.running,

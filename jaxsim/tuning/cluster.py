@@ -5,6 +5,7 @@ or its machine dies. Requests and iteration times go to a machine once; a batch 
 """
 
 import functools
+import logging
 import math
 import socket
 from collections.abc import Sequence
@@ -131,7 +132,7 @@ def _connected(settings: LauncherSettings) -> Any:
     if not ray.is_initialized():
         try:
             _reach(settings.address)
-            ray.init(settings.address, log_to_driver=False, logging_level="ERROR")
+            ray.init(settings.address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())
             raise ConfigError("launcher.address", settings.address, f"must be a Ray cluster ({why})") from None

@@ -47,8 +47,10 @@ def read_trace(
 ) -> TraceWorkload:
     """Trace file as a workload, its first request at tick 0.
 
-    format: "azure" (CSV with a header), "mooncake" (JSONL, times in ms), "bailian" or "timed_trace" (JSONL, times in
-    seconds), or "auto": by the first line, where JSON with a chat_id is Bailian's and any other Mooncake's.
+    format: "azure" (CSV with a header), "mooncake" (JSONL, times in ms), "bailian" (JSONL, seconds since the start, as
+    its repository specifies) or "timed_trace" (JSONL, seconds, as `vllm bench serve` reads it without
+    --timed-trace-sec-multiplier), or "auto": by the first line, where JSON with a chat_id is Bailian's and any other
+    Mooncake's.
     limit: keep the first so many requests. spread_s: see `spread`; 0 leaves the times of JSONL as recorded.
     priority: how to draw priorities; None: the `priority` of each JSON object, 0 where there is none.
     hash_block_size: tokens of a hash id. Ids are read with `prefix_caching` only and then become token segments.
