@@ -65,10 +65,10 @@ STATISTICS = "default mix, 12 req/s", True
 MAIN_JOB = "default mix, vLLM's defaults", True
 SHARED_PROMPTS = CACHING.name, True
 BOUNDS = {
-    PLAIN: Bound(165, 20, 1880),
-    STATISTICS: Bound(275, 40, 4180),
-    MAIN_JOB: Bound(280, 40, 4400),
-    SHARED_PROMPTS: Bound(760, 65, 7950),
+    PLAIN: Bound(165, 19, 1860),
+    STATISTICS: Bound(274, 39, 4140),
+    MAIN_JOB: Bound(279, 36, 4370),
+    SHARED_PROMPTS: Bound(760, 62, 7880),
 }
 
 
