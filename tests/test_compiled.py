@@ -4,7 +4,6 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,52 +11,18 @@ import jax
 import numpy as np
 import pytest
 from jax import export
-from random_cases import ASYNC_RICH, PRIORITY_RICH, RICH, run_batch
+from random_cases import ASYNC_RICH, PRIORITY_RICH, RICH, Kind, run_batch
 
-from jaxsim.engine import CostTable, EngineConfig, Requests, Simulation, Status, lanes, simulate_many
-
-US = 10**6  # ps
-
-
-class Program(NamedTuple):
-    """A chunk of scan steps as the engine compiled it."""
-
-    limits: Any
-    steps: int
-    arguments: Any  # arrays without values
-    text: str  # optimised HLO of one device
-
-
-def watch(run: Callable[[], Any]) -> tuple[Program, Any]:
-    """The program that `run` steps its lanes with, and what `run` returns."""
-    programs, original = [], lanes.compiled
-
-    def compiled(limits: Any, mesh: Any, steps: int) -> tuple[Callable, Callable, Callable]:
-        fill, chunk, pick = original(limits, mesh, steps)
-        executables = []
-
-        def watched(*arguments: Any) -> Any:
-            if not executables:
-                executables.append(chunk.lower(*arguments).compile())
-                shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
-                programs.append(Program(limits, steps, shapes, executables[0].as_text()))
-            return executables[0](*arguments)
-
-        watched.lower = chunk.lower  # pyright: ignore[reportFunctionMemberAccess]
-        return fill, watched, pick
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "compiled", compiled)
-        result = run()
-    (program,) = programs
-    return program, result
+from benchmarks.program import Program, watching
+from benchmarks.workloads import YardstickCost, default_mix
+from jaxsim.engine import EngineConfig, Requests, Simulation, Status, lanes, simulate_many
 
 
 def large_results(program: Program) -> Counter:
     """Operations outside the entry whose result has at least as many elements as the memory, or as the requests of
     all lanes of a device, by name."""
     found, entry = Counter(), False
-    width = program.arguments[-1].memory.shape[0] // len(jax.local_devices())
+    width = program.lanes // len(jax.local_devices())
     least = width * program.limits.requests
     for line in program.text.splitlines():
         if line.endswith("{"):
@@ -77,7 +42,7 @@ def assert_in_place(program: Program) -> None:
 
 
 class Yardstick(NamedTuple):
-    """What a stepping simulator in C does with one max_num_seqs on `workload`."""
+    """What a stepping simulator in C, written apart from this project, does with one max_num_seqs on `workload`."""
 
     seats: int
     iterations: int
@@ -86,7 +51,7 @@ class Yardstick(NamedTuple):
     p99_ttft_s: float  # ascending, at position floor(0.99 (N - 1)), float32
 
 
-# native.c: the same rules without full-sequence check, null block, watermark and length cap.
+# The same rules without full-sequence check, null block, watermark and length cap.
 ROOMY = [
     Yardstick(1, 199484, 0, 1_228_493_442_535, 1134.182495),
     Yardstick(2, 99827, 0, 630_551_442_535, 543.637512),
@@ -106,36 +71,10 @@ TIGHT = [
 ]
 
 
-def workload(size: int = 1000) -> Requests:
-    """The yardstick's default: lognormal lengths, exponential gaps at 12 requests/s, a xorshift generator."""
-    state = 88172645463325252
-
-    def uniform() -> float:
-        nonlocal state
-        state ^= state << 13 & (1 << 64) - 1
-        state ^= state >> 7
-        state ^= state << 17 & (1 << 64) - 1
-        return ((state >> 11) + 0.5) / 2**53
-
-    def normal() -> float:
-        radius = math.sqrt(-2 * math.log(uniform()))
-        return radius * math.cos(6.283185307179586 * uniform())
-
-    prompts, outputs, arrivals, time = [], [], [], 0.0
-    for _ in range(size):
-        prompts.append(int(min(max(math.exp(5.5 + normal()), 1), 3000)))
-        outputs.append(int(min(max(math.exp(5 + 0.8 * normal()), 1), 1500)))
-        time -= math.log(uniform())
-        arrivals.append(int(time * (1e9 / 12)))  # ns
-    return Requests(np.array(arrivals) / 1e9, np.array(prompts), np.array(outputs))
-
-
-class YardstickCost:
-    """6 ms, 60 us per prompt token, 20 us per decode, 40 ns per token of context before the step (ours: after it)."""
-
-    def table(self, max_tokens: int, max_seqs: int) -> CostTable:
-        context = US // 25
-        return CostTable(6000 * US, prefill_token_ps=60 * US, decode_seq_ps=20 * US - context, decode_ctx_ps=context)
+def workload() -> Requests:
+    """The suite's default mix at 12 requests/s, arrivals in whole nanoseconds as in the C program."""
+    requests = default_mix(1000)
+    return requests._replace(arrival_s=np.floor(requests.arrival_s * (1e9 / 12)) / 1e9)
 
 
 SEATS = sorted({int(512 ** (i / 63) + 1e-9) for i in range(64)})  # geometric, 1 to 512
@@ -162,10 +101,16 @@ def fast(**options: Any) -> Fast:
         )
         for seats, blocks in keys
     ]
-    program, simulations = watch(
-        lambda: simulate_many(workload(), engines, YardstickCost(), statistics=False, lanes=32)
-    )
-    return Fast(program, dict(zip(keys, simulations, strict=True)))
+    with watching() as watch:
+        simulations = simulate_many(workload(), engines, YardstickCost(), statistics=False, lanes=32)
+    return Fast(watch.sole, dict(zip(keys, simulations, strict=True)))
+
+
+def rich(kind: Kind) -> Program:
+    """The program with every feature: statistics, threshold, tables, closed loop."""
+    with watching() as watch:
+        run_batch([], kind)
+    return watch.sole
 
 
 @pytest.fixture(scope="module")
@@ -186,11 +131,10 @@ def fast_priority() -> Fast:
 
 @pytest.fixture(scope="module")
 def programs(fast_sync, fast_async, fast_priority) -> dict[str, Program]:
-    """The fastest programs, and those with every feature: statistics, threshold, tables, closed loop."""
+    """The fastest programs, and those with every feature."""
     kinds = RICH, ASYNC_RICH, PRIORITY_RICH
-    rich = {str(kind): watch(lambda kind=kind: run_batch([], kind))[0] for kind in kinds}
     plain = {"plain": fast_sync.program, "async plain": fast_async.program, "priority plain": fast_priority.program}
-    return plain | rich
+    return plain | {str(kind): rich(kind) for kind in kinds}
 
 
 NAMES = "plain", "async plain", "priority plain", "rich", "async rich", "priority rich"
