@@ -75,11 +75,7 @@ def resolve(flags: EngineSettings) -> Resolved:
     swaps = flags.preemption_mode == "swap"
     barred = {
         "async_scheduling": (True, False, "preemption_mode=swap" if swaps else ""),
-        "enable_prefix_caching": (
-            True,
-            False,
-            "preemption_mode=swap" if swaps else "policy=priority" if flags.policy == "priority" else "",
-        ),
+        "enable_prefix_caching": (True, False, "preemption_mode=swap" if swaps else ""),
         "self_preemption": ("ends", "continues", "policy=priority" if flags.policy == "priority" else ""),
     }
     for key, (value, instead, because) in barred.items():

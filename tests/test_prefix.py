@@ -171,6 +171,7 @@ def agree_all(cases: list[reference.Case], expected: list[reference.Result], lea
         [case.engine for case in cases],
         [Priced(case.cost) for case in cases],
         clients=[case.clients for case in cases],
+        think_time_s=[case.think_ps / 1e12 for case in cases],
         leap=leap,
         lanes=CASES // 2,
     )

@@ -15,9 +15,20 @@ HEAD, TAIL, OWNER = range(3)
 # tokens less iterations; how it decodes; neighbours among the eager; hit tokens of the first and of later admissions;
 # leaving: who leaves after it, and the blocks that it has.
 TOP, REGISTERED, PATH, BASE, MODE, EAGER_PREV, EAGER_NEXT, HIT_FIRST, HIT_LATER, LEAVER_NEXT, BLOCKS = range(VISITOR)
+ORDER = VISITOR  # with Limits.roster: how many were admitted before it
 SETTLED, OWNS, EAGER = 0, 1, 2  # modes
 START = -2  # the cursor of a walk over copies before the first
 ALL = 1 << 30
+
+
+class Orders(NamedTuple):
+    """With Limits.roster, ORDER of the requests that the fields of Cache name; scalars, int32."""
+
+    insert: jax.Array
+    eager_first: jax.Array
+    walk: jax.Array
+    touch: jax.Array
+    enlist: jax.Array
 
 
 class Cache(NamedTuple):
@@ -66,6 +77,8 @@ class Cache(NamedTuple):
     idle: jax.Array  # blocks found in the free queue
     found: jax.Array  # the request that `position` and `idle` hold for
     contested: jax.Array  # bool: its next block may be registered by a decoding request at any time
+    orders: Any = None
+    alone_granted: Any = None  # with Limits.roster, bool: `alone` is preempted after its turn in this iteration
 
 
 def initial_cache(limits: Limits, knobs: Knobs) -> Cache:
@@ -80,6 +93,8 @@ def initial_cache(limits: Limits, knobs: Knobs) -> Cache:
     )
     fields |= {"dropped": jnp.int32(ALL)}
     fields |= {"eager_need": jnp.zeros(limits.phases, jnp.int32)}
+    fields |= {"orders": Orders(*[zero] * 5) if limits.roster else None}
+    fields |= {"alone_granted": false if limits.roster else None}
     fields |= {"memory": jnp.full(limits.prefix_memory, NONE, jnp.int32), "anonymous": knobs.blocks}
     return Cache(**fields)
 
@@ -100,7 +115,7 @@ def releases(c: Cache) -> jax.Array:
 
 
 def walks(c: Cache) -> jax.Array:
-    return (c.walk != NONE) & (c.walk < c.walk_until)
+    return (c.walk != NONE) & ((c.walk if c.orders is None else c.orders.walk) < c.walk_until)
 
 
 class Job(NamedTuple):
@@ -151,6 +166,8 @@ class View(NamedTuple):
     other: jax.Array  # the next copy, or the tail of the queue
     spare: jax.Array  # what follows the first row in the list of free segments, and of free holds
     spare_hold: jax.Array
+    owner_order: Any = None  # with Limits.roster: ORDER of the owner
+    next_order: Any = None  # and of the next in the list at hand
 
 
 def count(condition: jax.Array) -> jax.Array:

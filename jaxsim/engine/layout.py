@@ -39,15 +39,19 @@ LINK = 15  # the next in the waiting queue, of preempted and, across a hole, of 
 
 # Under the policy "priority" each request has a ticket and each rank a place; see priority.py.
 TICKET, PLACE = 4, 3
+ROSTER_TICKET = 7  # with Limits.roster
 RANK = 0
 PREVIOUS = 1  # the request of the same priority that arrived before it, or NONE
 CLASS = 2  # rank of the first request of the same priority and arrival, once it has arrived
 PLAN = 3  # tokens that the iteration being planned gives to the prompt in progress
+ORDER = 4  # a request that runs: how many were admitted before it
+AHEAD, BEHIND = 5, 6  # its neighbours in that order
 REQUEST = 0  # of the rank
 OLDEST, NEWEST = 1, 2  # a class that runs: first and last of the list of its running requests, which BELOW links
 
 # Widths of the prefix cache's rows, whose fields prefix.py names.
 SEGMENT, NODE, VISITOR, HOLD = 9, 3, 11, 3
+ROSTER_VISITOR = 12  # with Limits.roster
 
 SINKS = 16  # cells that take the writes of what did not happen, one each so that no index occurs twice
 PRIORITY_SINKS = 32  # SINKS under the policy "priority"
@@ -99,7 +103,7 @@ class Limits:
 
     @property
     def places(self) -> int:
-        return self.tickets + (self.requests + 1) * TICKET
+        return self.tickets + (self.requests + 1) * self.ticket
 
     @property
     def waiting_words(self) -> int:
@@ -124,6 +128,19 @@ class Limits:
         return self.segments > 0
 
     @property
+    def roster(self) -> bool:
+        """Whether running requests are listed in the order of admission, which is not that of arrival: roster.py."""
+        return self.priority and self.prefix
+
+    @property
+    def ticket(self) -> int:
+        return ROSTER_TICKET if self.roster else TICKET
+
+    @property
+    def visitor(self) -> int:
+        return ROSTER_VISITOR if self.roster else VISITOR
+
+    @property
     def segment_rows(self) -> int:
         return 0
 
@@ -137,7 +154,7 @@ class Limits:
 
     @property
     def hold_rows(self) -> int:
-        return self.visitor_rows + (self.requests + 1) * VISITOR
+        return self.visitor_rows + (self.requests + 1) * self.visitor
 
     @property
     def prefix_sinks(self) -> int:

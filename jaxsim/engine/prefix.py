@@ -25,9 +25,13 @@ import jax.numpy as jnp
 from jaxsim.engine.blocks import quotient
 from jaxsim.engine.cache import (
     BASE,
+    BLOCKS,
     COPY_NEXT,
+    EAGER_NEXT,
     HEAD,
+    LEAVER_NEXT,
     MODE,
+    ORDER,
     OWNER,
     PATH,
     QUEUE_NEXT,
@@ -46,7 +50,7 @@ from jaxsim.engine.cache import (
 )
 from jaxsim.engine.chains import Chains
 from jaxsim.engine.fence import fence
-from jaxsim.engine.layout import HOLD, NODE, NONE, SEGMENT, VISITOR, Knobs, Limits, read
+from jaxsim.engine.layout import HOLD, NODE, NONE, SEGMENT, Knobs, Limits, read
 from jaxsim.engine.segments import carry_out, change
 
 
@@ -66,6 +70,11 @@ def next_job(c: Cache) -> Job:
     return Job(*flags, searching=touching | looking, me=me)
 
 
+def left_before(c: Cache, job: Job, mine: jax.Array) -> jax.Array:
+    """bool: async scheduling and Limits.roster: who is to leave was preempted since, with its last token in flight."""
+    return job.releasing & (c.alone == NONE) & (mine[BLOCKS] == NONE)
+
+
 def next_turn(
     size: jax.Array, now: jax.Array, c: Cache, job: Job, mine: jax.Array, chain: jax.Array,
     owner: jax.Array, owners: jax.Array, owner_chain: jax.Array | None, node_end: jax.Array,
@@ -76,15 +85,19 @@ def next_turn(
     that it counts in the next one; the last such token counts when its request is finished.
     """
     pick = jnp.where
+    ahead = owner < job.me if c.orders is None else owners[ORDER] < mine[ORDER]
     decoded = mine[BASE] + now + count(job.walking)
-    owner_decoded = owners[BASE] + now + count(job.searching | (owner < job.me))
+    if c.orders is not None:
+        decoded = decoded + count(job.releasing & (c.alone != NONE) & c.alone_granted)
+    owner_decoded = owners[BASE] + now + count(job.searching | ahead)
     visiting = job.registering | job.walking
     if owner_chain is not None:
         finished = job.releasing & ((c.alone == NONE) | c.alone_finished)
         decoded = pick(finished, chain[3], jnp.minimum(decoded, chain[3]) - 1)
         owner_decoded = jnp.minimum(owner_decoded, owner_chain[3]) - 1
         visiting = visiting | finished
-    decoded = pick(mine[MODE] == SETTLED, 0, decoded)
+    settled = mine[MODE] == SETTLED
+    decoded = pick(settled if c.orders is None else settled | left_before(c, job, mine), 0, decoded)
     target = quotient(pick(job.registering, c.register_tokens, decoded), size)
     registers = job.registering | job.walking | (job.releasing & ~c.detached)
     registers = registers & (mine[REGISTERED] < target)
@@ -117,7 +130,7 @@ def work(
         return read(memory, start + jnp.maximum(index, 0) * width, width)
 
     job = fence(on, lambda: next_job(c))
-    mine = row(limits.visitor_rows, job.me, VISITOR)
+    mine = row(limits.visitor_rows, job.me, limits.visitor)
     chain = chains.requests[which, jnp.maximum(job.me, 0)]
     first, end, length, _ = chain
 
@@ -131,7 +144,7 @@ def work(
     copies = row(limits.node_rows, node, NODE)
     node_end = chains.nodes[which, node, 1]
     owner = fence(on, lambda: copies[OWNER])
-    owners = row(limits.visitor_rows, owner, VISITOR)
+    owners = row(limits.visitor_rows, owner, limits.visitor)
     owner_chain = chains.requests[which, jnp.maximum(owner, 0)] if limits.asynchronous else None
     turn = fence(on, lambda: next_turn(size, now, c, job, mine, chain, owner, owners, owner_chain, node_end))
     top = turn.whose[TOP]
@@ -164,6 +177,10 @@ def work(
         row(limits.segment_rows, c.segment_free, SEGMENT)[QUEUE_NEXT],
         row(limits.hold_rows, c.hold_free, HOLD)[2],
     )
+    if limits.roster:
+        leaver = pick(c.enlist_after == NONE, c.release, mine[LEAVER_NEXT])
+        follower = row(limits.visitor_rows, pick(job.enlisting, leaver, mine[EAGER_NEXT]), limits.visitor)
+        view = view._replace(owner_order=owners[ORDER], next_order=follower[ORDER])
     changes = fence(on, lambda: change(limits, size, c, view))
     result, index, value, freed = fence(on, lambda: carry_out(limits, size, now, c, view, changes))
     memory = memory.at[index].set(value, unique_indices=True, mode="promise_in_bounds")

@@ -30,12 +30,12 @@ from jaxsim.engine.layout import (
     RANK,
     REQUEST,
     ROW,
-    TICKET,
     Limits,
     join_time,
     read,
     read_cell,
 )
+from jaxsim.engine.roster import initial_roster, links
 
 
 class Queue(NamedTuple):
@@ -45,11 +45,12 @@ class Queue(NamedTuple):
     classes: jax.Array  # [T], of the bitmap of classes that run
     queued: jax.Array  # requests in the bitmap; those that arrived are entered one a step
     reserved: jax.Array  # tokens of the prompt for which requests are being preempted, or 0
-    cursor: jax.Array  # with Limits.threshold: the next prompt to plan, or NONE
+    cursor: jax.Array  # with Limits.threshold: the next prompt to plan, with Limits.roster the next request; or NONE
     planning: jax.Array  # bool: the iteration is being planned
     planned: jax.Array  # bool: it is planned, and now scheduled
     tokens: jax.Array  # of the plan that are not yet scheduled
     blocks: jax.Array  # that they take
+    roster: Any = None  # roster.Roster with Limits.roster
 
 
 class Turn(NamedTuple):
@@ -73,6 +74,7 @@ class Marks(NamedTuple):
     waiting: jax.Array  # [T]
     classes: jax.Array  # [T]
     least: jax.Array  # no less than 0; known when all has been read
+    roster: Any = None  # roster.Roster
 
 
 def ranks(priority: np.ndarray, size: int) -> np.ndarray:
@@ -93,12 +95,13 @@ def ranks(priority: np.ndarray, size: int) -> np.ndarray:
 def initial_queue(limits: Limits) -> Queue:
     zero, none, false = jnp.int32(0), jnp.int32(NONE), jnp.bool_(False)
     tops = jnp.zeros(-(-limits.requests // 1024), jnp.int32)
-    return Queue(tops, tops, zero, zero, none, false, false, zero, zero)
+    queue = Queue(tops, tops, zero, zero, none, false, false, zero, zero)
+    return queue._replace(roster=initial_roster()) if limits.roster else queue
 
 
 def initial_memory(limits: Limits, ranked: jax.Array) -> jax.Array:
     """The policy's region of the memory; ranked: [3, N], see `ranks`."""
-    tickets = jnp.zeros((limits.requests + 1, TICKET), jnp.int32)
+    tickets = jnp.zeros((limits.requests + 1, limits.ticket), jnp.int32)
     tickets = tickets.at[:-1, RANK].set(ranked[0]).at[:-1, PREVIOUS].set(ranked[2])
     places = jnp.full((limits.requests, PLACE), NONE, jnp.int32).at[:, REQUEST].set(ranked[1])
     bitmaps = jnp.zeros(limits.sinks - limits.waiting_words, jnp.int32)
@@ -106,7 +109,7 @@ def initial_memory(limits: Limits, ranked: jax.Array) -> jax.Array:
 
 
 def ticket(limits: Limits, memory: jax.Array, request: jax.Array) -> jax.Array:
-    return read(memory, limits.tickets + jnp.maximum(request, 0) * TICKET, TICKET)
+    return read(memory, limits.tickets + jnp.maximum(request, 0) * limits.ticket, limits.ticket)
 
 
 def lowest(memory: jax.Array, words: int, tops: jax.Array) -> jax.Array:
@@ -191,20 +194,24 @@ def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, lo
     cells = [
         (changes, cell, changed),
         (who.enters & ~same, entry, entered),
-        (who.enters, limits.tickets + entrant * TICKET + CLASS, who.entrant_class),
+        (who.enters, limits.tickets + entrant * limits.ticket + CLASS, who.entrant_class),
         (moves, word, left),
         (p.pops | (a.admits & alone), place + OLDEST, jnp.where(a.admits, joiner, below)),
         (a.admits, place + NEWEST, joiner),
         (a.admits & ~alone, newest * ROW + BELOW, joiner),
     ]
-    if limits.threshold:
-        planned = limits.tickets + jnp.where(p.preempts, leaver, joiner) * TICKET + PLAN
+    if limits.threshold or limits.roster:
+        planned = limits.tickets + jnp.where(p.preempts, leaver, joiner) * limits.ticket + PLAN
         cells.append((p.plans | p.continues | p.preempts, planned, jnp.where(p.plans, p.chunk, 0)))
+    listed: Any = None
+    if limits.roster:
+        listed, more = links(limits, queue.roster, look, p, a)
+        cells += more
     read_all = [lax.population_count(value) for value in (changed, entered, left)] + [newest + 1, who.entrant_class]
     least = read_all[0]
     for value in read_all[1:]:
         least = jnp.minimum(least, value)
-    return Marks(cells, waiting, classes, least)
+    return Marks(cells, waiting, classes, least, listed)
 
 
 def after(queue: Queue, marks: Marks, queued: jax.Array, runs: jax.Array) -> Queue:
@@ -220,4 +227,5 @@ def after(queue: Queue, marks: Marks, queued: jax.Array, runs: jax.Array) -> Que
         planned=jnp.where(runs, false, queue.planned),
         tokens=jnp.where(runs, 0, queue.tokens),
         blocks=jnp.where(runs, 0, queue.blocks),
+        roster=marks.roster,
     )

@@ -18,7 +18,6 @@ from jaxsim.engine.layout import (
     PROMPT,
     RECOMPUTED,
     ROW,
-    VISITOR,
     Limits,
 )
 from jaxsim.engine.statistics import BINS, wide_value
@@ -53,7 +52,7 @@ def simulation(
         started, rejected = np.where(rejected, arrival, first_scheduled), ordered(rejected)
     hits = np.zeros((2, n), np.int32)
     if cache is not None:
-        visitors = cache[limits.visitor_rows : limits.visitor_rows + n * VISITOR].reshape(n, VISITOR)
+        visitors = cache[limits.visitor_rows : limits.visitor_rows + n * limits.visitor].reshape(n, limits.visitor)
         hits = [ordered(np.maximum(visitors[:, column], 0)) for column in (HIT_FIRST, HIT_LATER)]
     preemptions, recomputed = ordered(rows[:, PREEMPTIONS]), ordered(rows[:, RECOMPUTED])
     sums = {"num_preemptions": preemptions, "recomputed_tokens": recomputed, "output_tokens": output_tokens}

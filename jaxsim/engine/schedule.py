@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxsim.engine import roster
 from jaxsim.engine import swap as swapping
 from jaxsim.engine.blocks import blocks_for, quotient, remainder
 from jaxsim.engine.layout import (
@@ -41,15 +42,15 @@ class Look(NamedTuple):
     finishes: jax.Array  # bool: `leaver` is finished
     leaver: jax.Array  # a finished request, else the one to preempt if need be, or NONE
     gone: jax.Array  # [ROW], its row
-    prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress, else the head of the queue
-    joiner: jax.Array
+    prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress
+    joiner: jax.Array  # if there is none the head of the queue; with Limits.roster also a decoding request to plan
     row: jax.Array  # [ROW], its row
     arrives_ps: jax.Array  # int64, arrival of the first fresh request
     arrives_next_ps: jax.Array  # int64, and of the one after it
     arrived: jax.Array  # fresh requests that have arrived; only with Limits.threshold, else 0
     turn: Any = None  # priority.Turn with Limits.priority
     gate: Any = None  # inflow.Gate with Limits.inflow
-    leaver_ticket: Any = None  # [TICKET] with Limits.priority
+    leaver_ticket: Any = None  # [Limits.ticket] with Limits.priority
     joiner_ticket: Any = None
 
 
@@ -87,8 +88,9 @@ class Pass1(NamedTuple):
     taken: Any = None  # with Limits.prefix: blocks that this iteration's decodes have taken before a preemption
     takes: Any = None  # and blocks to take from the free queue now
     pops: Any = None  # with Limits.priority, bool: `leaver` leaves the list of running requests
-    plans: Any = None  # bool: the chunk is only planned
+    plans: Any = None  # bool: the chunk is only planned; with Limits.roster: what `joiner` gets in its turn is
     queue: Any = None  # priority.Queue with the plan
+    turn: Any = None  # roster.Turn with Limits.roster
     swap: Any = None  # swap.Swap with Limits.swap
     swaps: Any = None  # and bool: the victim's blocks go to CPU memory
 
@@ -182,21 +184,30 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     if limits.priority:
         asked = jnp.where(s.begun, 0, due)
         tokens = cut(known - computed, threshold)
-        wanted = wish(limits, knobs, s.queue, look, s.begun, tokens, budget, asked, running - decodes, free)
-        chunk = jnp.where(look.prompted, wanted.tokens, 0)
+        if limits.roster:
+            tokens = roster.wish(s.queue, look, tokens, budget)
+        else:
+            wanted = wish(limits, knobs, s.queue, look, s.begun, tokens, budget, asked, running - decodes, free)
+            tokens = wanted.tokens
+        chunk = jnp.where(look.prompted, tokens, 0)
     else:
         chunk = jnp.where(look.prompted, jnp.minimum(cut(known - computed, threshold), budget), 0)
     chunk_blocks = blocks_for(computed + chunk, knobs.block_size) - blocks_for(computed, knobs.block_size)
     taken: Any = None
     takes: Any = None
     due = jnp.where(s.begun, 0, due)
-    if limits.prefix:
+    if limits.prefix and not limits.roster:
         taken = s.cache.taken
         due = due - taken
     demand = due + jnp.where(look.prompted, chunk_blocks, 0)
+    only_plans: Any = None
     decodes_fit: Any = None
-    if limits.priority:
-        demand = demand + wanted.blocks
+    doubtful: Any = None
+    if limits.roster:
+        demand, doubtful = roster.asks(limits, knobs, s, look, due, demand, budget, running - decodes)
+        only_plans = s.queue.planning | doubtful
+    elif limits.priority:
+        demand, only_plans = demand + wanted.blocks, wanted.plans
         decodes_fit = due <= free
     fits = demand <= free
     # Finished requests that are still on the stack are dropped when they come to its top.
@@ -205,7 +216,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     preempts = pops & (gone[GENERATED] < gone[OUTPUT])
     passes = scheduling & fits
     if limits.priority:
-        passes = passes & ~wanted.plans
+        passes = passes & ~only_plans
 
     # With a threshold the victim may have been counted among the decodes of this very iteration.
     if limits.threshold:
@@ -219,7 +230,13 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     generated = jnp.where(in_prompt, gone[GENERATED], gone[OUTPUT] - (gone[FIT] - s.now))
     victim_computed = jnp.where(in_prompt, computed_prompt, gone[PROMPT] + generated - 1)
     victim_blocks = blocks_for(victim_computed + count(counted), knobs.block_size)
-    if limits.prefix:
+    turn: Any = None
+    if limits.roster:
+        opens = scheduling & ~finishes & doubtful
+        turn = roster.turn(look, opens, victim_computed, in_prompt)
+        takes = jnp.where(scheduling & fits, demand, 0)
+        free = free - takes
+    elif limits.prefix:
         # Those before the one that does not fit take theirs first: the order decides what is evicted. Where only the
         # victim itself does not fit, that is all of them.
         own = count(decoding & (remainder(victim_computed, knobs.block_size) == 0))
@@ -250,9 +267,13 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     plans: Any = None
     if limits.priority:
         decided = scheduling & (fits | pops)
-        plans = decided & wanted.plans & ~pops
         outcome = Outcome(decided, pops, passes, decodes_fit, in_prompt, victim_computed, chunk, chunk_blocks)
-        queue = revised(limits, knobs, s.queue, look, wanted, outcome)
+        plans = decided & only_plans & ~pops
+        if limits.roster:
+            plans = plans & s.queue.planning
+            queue = roster.revised(s.queue, look, turn.opens, plans, outcome)
+        else:
+            queue = revised(limits, knobs, s.queue, look, wanted, outcome)
     if limits.threshold:
         rest: Any = jnp.where(queue.planned, queue.tokens, left) if limits.priority else left
         cursor = jnp.where(passes & look.prompted, jnp.where(rest > 0, row[NEXT], NONE), cursor)
@@ -288,11 +309,12 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         preempted_count=s.preempted_count + count(preempts),
         newest=s.newest if limits.priority else jnp.where(pops, gone[BELOW], s.newest),
         left=left,
-        taken=taken,
+        taken=jnp.int32(0) if limits.roster else taken,
         takes=takes,
         pops=pops if limits.priority else None,
         plans=plans,
         queue=queue,
+        turn=turn,
         swap=swap,
         swaps=swaps if limits.swap else None,
     )

@@ -1,6 +1,6 @@
 """One operation on the segments of the prefix cache: what it does, and the cells that it writes; see prefix.py."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxsim.engine.cache import (
     LO,
     MODE,
     OF,
+    ORDER,
     OWNER,
     OWNS,
     PATH,
@@ -38,7 +39,7 @@ from jaxsim.engine.cache import (
     View,
     count,
 )
-from jaxsim.engine.layout import HOLD, NODE, NONE, SEGMENT, VISITOR, Limits
+from jaxsim.engine.layout import HOLD, NODE, NONE, SEGMENT, Limits
 
 
 class Change(NamedTuple):
@@ -115,6 +116,8 @@ def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     high = pick(extends, turn.stop, s[HI])
     detaches = pops & ~c.detached
     unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
+    if limits.roster:
+        unhashed = pick(job.releasing & (c.alone == NONE) & (mine[BLOCKS] == NONE), 0, unhashed)
     has_hold = pops & (top != NONE)
     spills, grows = None, None
     if limits.tail:
@@ -164,13 +167,15 @@ def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     register_ends = job.registering & ends
 
     # Insert into the eager list: `mine` is the row of `insert_after`.
-    steps_back = job.inserting & (c.insert_after != NONE) & (c.insert_after > c.insert)
+    later = c.insert_after > c.insert if c.orders is None else mine[ORDER] > c.orders.insert
+    steps_back = job.inserting & (c.insert_after != NONE) & later
     inserts = job.inserting & ~steps_back
     follower = pick(c.insert_after == NONE, c.eager_first, mine[EAGER_NEXT])
 
     # The same for the list of those that leave.
     next_leaver = pick(c.enlist_after == NONE, c.release, mine[LEAVER_NEXT])
-    enlists = job.enlisting & ~((next_leaver != NONE) & (next_leaver < c.enlist))
+    sooner = next_leaver < c.enlist if c.orders is None else v.next_order < c.orders.enlist
+    enlists = job.enlisting & ~((next_leaver != NONE) & sooner)
     return Change(
         plain,
         evicts,
@@ -231,7 +236,7 @@ def carry_out(
         return limits.segment_rows + index * SEGMENT + name
 
     def visitor_cell(index: jax.Array, name: int | jax.Array) -> jax.Array:
-        return limits.visitor_rows + jnp.maximum(index, 0) * VISITOR + name
+        return limits.visitor_rows + jnp.maximum(index, 0) * limits.visitor + name
 
     new = pick(c.segment_free != NONE, c.segment_free, c.segment_next)
     new_hold = pick(c.hold_free != NONE, c.hold_free, c.hold_next)
@@ -247,7 +252,9 @@ def carry_out(
     tail_cell = pick(tail != NONE, segment_cell(tail, COPY_NEXT), node_cell + HEAD)
     first_admission = mine[HIT_FIRST] == NONE
     hit_tokens = c.limit * size
-    next_in_list = pick(mine[LEAVER_NEXT] >= c.dropped, none, mine[LEAVER_NEXT])
+    next_in_list = mine[LEAVER_NEXT]
+    if not limits.roster:
+        next_in_list = pick(next_in_list >= c.dropped, none, next_in_list)
     hits = pick(first_admission, hit_tokens, pick(mine[HIT_LATER] == NONE, 0, mine[HIT_LATER]) + hit_tokens)
     cells = [
         # The segment at hand.
@@ -325,6 +332,9 @@ def carry_out(
         (d.enlists, leaver_cell + BLOCKS, c.enlist_blocks),
         (d.enlists & (c.enlist_after != NONE), mine_cell + LEAVER_NEXT, c.enlist),
     ]
+    if c.orders is not None:
+        gone = d.released & (c.alone != NONE)
+        cells += [(d.touched, mine_cell + ORDER, c.orders.touch), (gone, mine_cell + BLOCKS, none)]
     anonymous = c.anonymous - d.plain + d.unhashed
     if d.spills is not None and d.grows is not None:
         row = [(OF, jnp.int32(limits.nodes)), (LO, jnp.int32(0)), (HI, d.unhashed), (REF, jnp.int32(0))]
@@ -352,9 +362,13 @@ def carry_out(
         needs_segment = needs_segment | d.spills
         queue_tail = pick(d.spills, new, queue_tail)
     recycled, recycled_hold = needs_segment & (c.segment_free != NONE), pushes & (c.hold_free != NONE)
-    walk = pick((job.walking & ~turn.registers) | (d.leaves_eager & (c.walk == me)), mine[EAGER_NEXT], c.walk)
+    walks_on = (job.walking & ~turn.registers) | (d.leaves_eager & (c.walk == me))
+    walk = pick(walks_on, mine[EAGER_NEXT], c.walk)
+    walk_order: Any = None if c.orders is None else pick(walks_on, v.next_order, c.orders.walk)
     # Who enters the list may still have its turn in this iteration.
-    walk = pick(d.inserts & ((walk == NONE) | (walk > c.insert)), c.insert, walk)
+    later = walk > c.insert if c.orders is None else walk_order > c.orders.insert
+    enters_walk = d.inserts & ((walk == NONE) | later)
+    walk = pick(enters_walk, c.insert, walk)
     segment_free = pick(unlinks_copy, at, pick(recycled, v.spare, c.segment_free))
     result = c._replace(
         anonymous=anonymous,
@@ -397,6 +411,13 @@ def carry_out(
         found=pick(job.looking & d.search_ends, c.look, c.found),
         contested=pick(job.looking & d.search_ends, d.gap & (owner != NONE), c.contested),
     )
+    if c.orders is not None:
+        eager_order = pick(d.leaves_eager & (mine[EAGER_PREV] == NONE), v.next_order, c.orders.eager_first)
+        eager_order = pick(d.inserts & (c.insert_after == NONE), c.orders.insert, eager_order)
+        insert_order = pick(d.takes_over, v.owner_order, pick(d.becomes_eager, mine[ORDER], c.orders.insert))
+        walk_order = pick(enters_walk, c.orders.insert, walk_order)
+        orders = c.orders._replace(insert=insert_order, eager_first=eager_order, walk=walk_order)
+        result = result._replace(orders=orders)
     freed = d.unhashed + pick(d.last_holder, pick(d.extends, turn.stop, s[HI]) - s[LO], 0)
     index = jnp.stack([pick(happens, cell, limits.prefix_sinks + i) for i, (happens, cell, _) in enumerate(cells)])
     return result, index, jnp.stack([jnp.asarray(value, jnp.int32) for _, _, value in cells]), freed

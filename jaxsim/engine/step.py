@@ -27,6 +27,7 @@ from jaxsim.engine.layout import (
     LINK,
     NEXT,
     NONE,
+    ORDER,
     OUTPUT,
     OVERTIME,
     PREEMPTIONS,
@@ -141,18 +142,24 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     turn: Any = None
     if limits.priority:
         turn = priority.turn(limits, s.queue, s.memory, active, s.fresh_head, s.look_ps, arrives_ps, arrives_next_ps)
-        if limits.threshold:
+        if limits.threshold and not limits.roster:
             prompt = jnp.where(s.queue.planning, s.queue.cursor, prompt)
         leaver = jnp.where(finishes, finisher, turn.victim)
         joiner = jnp.where(prompt != NONE, prompt, turn.head)
+        if limits.roster:
+            joiner = jnp.where(s.queue.planning, s.queue.cursor, joiner)
+    gone, row, prompted = read_row(s.memory, leaver), read_row(s.memory, joiner), prompt != NONE
+    if limits.roster:
+        in_prompt = row[FIT] < 0 if limits.threshold else joiner == s.prompt_first
+        prompted = jnp.where(s.queue.planning, in_prompt, prompted)
     return Look(
         active=active,
         finishes=finishes,
         leaver=leaver,
-        gone=read_row(s.memory, leaver),
-        prompted=prompt != NONE,
+        gone=gone,
+        prompted=prompted,
         joiner=joiner,
-        row=read_row(s.memory, joiner),
+        row=row,
         arrives_ps=arrives_ps,
         arrives_next_ps=arrives_next_ps,
         arrived=arrived,
@@ -424,6 +431,11 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     grows = p.continues | a.admits
     begins = p.begun & ~s.begun
     looks = a.hits.looks
+    if limits.roster:
+        context = pick(p.preempts, p.turn.tokens, context)
+        grows = grows | (p.plans & look.prompted)
+        # Where the iteration is planned the eager have had their turns with the others.
+        begins = p.turn.opens | (begins & ~p.queue.planned)
     searches = looks | a.admits
     takes = a.hits.takes + leap_blocks
     plain = jnp.minimum(takes, c.anonymous)
@@ -444,13 +456,25 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         waits_alone = pick(waits, look.leaver, waits_alone)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
-        walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), look.joiner, walk_until)
+        until = look.joiner_ticket[ORDER] if limits.roster else look.joiner
+        walk_until = pick(look.prompted & p.begun & (p.continues | (p.cursor != NONE)), until, walk_until)
+    if limits.roster:
+        walk_until = pick(p.turn.opens, 0, pick(s.queue.planning, c.walk_until, walk_until))
+        walk_until = pick(p.plans, look.joiner_ticket[ORDER] + 1, walk_until)
+        c = c._replace(
+            alone_granted=pick(alone, p.preempts & p.turn.granted, c.alone_granted),
+            orders=c.orders._replace(
+                walk=pick(begins, c.orders.eager_first, c.orders.walk),
+                touch=pick(a.admits, s.queue.roster.admissions, c.orders.touch),
+                enlist=pick(enlists, look.leaver_ticket[ORDER], c.orders.enlist),
+            ),
+        )
     return c._replace(
         taken=p.taken,
         anonymous=c.anonymous - plain,
         take=c.take + takes - plain,
         touch=pick(a.admits, look.joiner, c.touch),
-        release=pick(a.runs & (c.release >= c.dropped), none, c.release),
+        release=c.release if limits.roster else pick(a.runs & (c.release >= c.dropped), none, c.release),
         alone=pick(alone, leaver, c.alone),
         alone_blocks=pick(alone, blocks_alone, c.alone_blocks),
         alone_finished=pick(alone, finished, c.alone_finished),

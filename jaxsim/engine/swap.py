@@ -3,6 +3,10 @@
 A victim for whose blocks the CPU pool has no room is recomputed. Swapped requests come back before all that wait, the
 one that was admitted first ahead, by the rules of admission: a seat, budget for what is still to be computed, and free
 blocks for all of it. Moving a block takes knobs.swap_block_ps, in the iteration of that schedule() call.
+
+Source: core/scheduler.py of vLLM 0.4.3, which sorted the swapped by arrival. 0.6.0 to 0.8.5 took them in the order in
+which they were swapped out, and with chunked prefill admitted waiting ones behind those that did not fit; all of them
+stopped with an error where the CPU pool was full.
 """
 
 from typing import NamedTuple

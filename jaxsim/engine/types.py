@@ -121,9 +121,6 @@ class EngineConfig:
             raise ConfigError("engine.max_num_batched_tokens", self.max_num_batched_tokens, allowed)
         if self.by_priority and self.batching == "static":
             raise ConfigError("engine.policy", self.policy, "must be fcfs when batching=static")
-        if self.by_priority and self.enable_prefix_caching:
-            allowed = "must be false with policy=priority: the two are not modelled together"
-            raise ConfigError("engine.enable_prefix_caching", True, allowed)
         if self.freed_unhashed_blocks not in ("front", "tail"):
             raise ConfigError("engine.freed_unhashed_blocks", self.freed_unhashed_blocks, "must be front or tail")
         if self.self_preemption not in ("continues", "ends"):
