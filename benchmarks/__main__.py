@@ -23,7 +23,7 @@ import jax
 
 from benchmarks import grid, yardstick
 from benchmarks.program import watching
-from benchmarks.start import MAIN, PROGRAMS, starts
+from benchmarks.start import MAIN, PROGRAMS, start
 from benchmarks.timing import measure
 from benchmarks.workloads import cases
 
@@ -153,8 +153,7 @@ def main() -> None:
     if options.only in "programs":
         table = Table(STARTS)
         for one in [MAIN] if options.quick else PROGRAMS:
-            for row in starts([one]):
-                table.add(row)
+            table.add(start(one))
         report["programs"] = table.rows
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")

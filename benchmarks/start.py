@@ -33,12 +33,12 @@ PROGRAMS: dict[str, tuple[dict[str, Any], bool, Callable[[int], Requests], Cost]
 MAIN = "main job"
 
 
-def compiled(name: str, lanes: int = LANES) -> Program:
+def compiled(name: str) -> Program:
     """The program, having simulated a list of 1,000 requests."""
     options, statistics, requests, cost = PROGRAMS[name]
-    engines = settings(lanes, fewest=8, most=48, **options)
+    engines = settings(LANES, fewest=8, most=48, **options)
     with watching() as watch:
-        simulate_many(requests(1000), engines, cost, stretch=1 / 12, statistics=statistics, lanes=lanes)
+        simulate_many(requests(1000), engines, cost, stretch=1 / 12, statistics=statistics, lanes=LANES)
     return watch.sole
 
 
@@ -47,19 +47,16 @@ def memory_bytes(limits: Limits) -> int:
     return 4 * (limits.memory + (limits.prefix_memory if limits.prefix else 0))
 
 
-def starts(names: list[str]) -> list[dict[str, Any]]:
-    """A row per program: to the first result with an empty compilation cache and with one that holds it."""
-    rows = []
-    for name in names:
-        with tempfile.TemporaryDirectory() as folder:
-            cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
-            command = [sys.executable, "-m", "benchmarks.start", name]
-            runs = [
-                json.loads(subprocess.run(command, env=os.environ | cache, check=True, capture_output=True).stdout)
-                for _ in range(2)
-            ]
-        rows.append(runs[0] | {"cold_s": runs[0]["seconds"], "cached_s": runs[1]["seconds"]})
-    return rows
+def start(name: str) -> dict[str, Any]:
+    """A row of the table: to the first result with an empty compilation cache and with one that holds the program."""
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5"}
+        command = [sys.executable, "-m", "benchmarks.start", name]
+        cold, cached = (
+            json.loads(subprocess.run(command, env=os.environ | cache, check=True, capture_output=True).stdout)
+            for _ in range(2)
+        )
+    return cold | {"cold_s": cold["seconds"], "cached_s": cached["seconds"]}
 
 
 def main() -> None:
