@@ -54,7 +54,7 @@ class Cache(NamedTuple):
     enlist: jax.Array  # a request to enter into the list of those that leave, its blocks, and after whom to try
     enlist_blocks: jax.Array
     enlist_after: jax.Array
-    release: jax.Array  # the first of those that leave, in the order of arrival; it gives its blocks back
+    release: jax.Array  # the first of those that leave, in order; it gives its blocks back
     complete: jax.Array  # bool: the list of those that leave is complete, and its turn has come
     dropped: jax.Array  # async scheduling: from this request on they were preempted, and are not in the list any more
     alone: jax.Array  # a request that leaves now and without the list, and its blocks
@@ -64,7 +64,7 @@ class Cache(NamedTuple):
     release_at: jax.Array  # the segment to go on with within a hold
     detached: jax.Array  # bool: it neither owns a node nor is eager any more
     walk: jax.Array  # the eager request to visit next
-    walk_until: jax.Array  # visits wait for the prompts in progress that come before
+    walk_until: jax.Array  # visits wait for the prompts in progress that come before: a request, or its ORDER
     register: jax.Array  # a request that registers its blocks
     register_tokens: jax.Array  # its computed tokens after the iteration
     register_joins: jax.Array  # bool: then it decodes

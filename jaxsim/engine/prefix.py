@@ -13,7 +13,8 @@ then along `BELOW` until that first block, so that who splits a segment need not
 Blocks that decoding fills are registered late: while a request's next block is in the last node of its path it is the
 node's *owner*, and its blocks are entered when somebody looks at the node, registers there, or it is released. A node
 has one owner, the newest; the others, and requests whose outputs others continue in different ways, are *eager*: a list
-that is walked in every iteration, in the order of arrival.
+that is walked in every iteration, in the order of arrival. Where that is not the order of admission, under the policy
+"priority", the latter takes its place (Limits.roster).
 
 The work comes as jobs that the scheduler posts and one call of `work` after the other carries out, each with a fixed
 number of operations: enlist, touch, take, release, walk, register, look up, in this order.
