@@ -69,7 +69,6 @@ def test_impossible_requests_are_refused(changes, options, key):
         {"self_preemption": "stops"},
         {"self_preemption": "ends", "policy": "priority"},
         {"policy": "priority", "batching": "static"},
-        {"enable_prefix_caching": True, "policy": "priority"},
     ],
     ids=lambda changes: ",".join(changes),
 )
