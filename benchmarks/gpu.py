@@ -1,8 +1,8 @@
 """Lane-steps per second by number of lanes, kernels per step and time per simulated request, on the device at hand.
 
-    python benchmarks/gpu.py [--lanes 1024 4096 ...] [--seconds 540] [--out gpu.json]
-    python benchmarks/gpu.py --unroll 4  # several steps in one pass of the loop
-    python benchmarks/gpu.py --quick     # small numbers, for a CPU
+    python -m benchmarks.gpu [--lanes 1024 4096 ...] [--seconds 540] [--out gpu.json]
+    python -m benchmarks.gpu --unroll 4  # several steps in one pass of the loop
+    python -m benchmarks.gpu --quick     # small numbers, for a CPU
 
 Three programs: the plainest one, and the main job's (async scheduling, tables of iteration times, statistics) without
 and with prefix caching. Every lane runs its simulation of a list of requests to the end; nothing is taken out, so these
@@ -15,9 +15,7 @@ import argparse
 import json
 import math
 import os
-import re
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
@@ -28,31 +26,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
-from jaxsim.engine import CostTable, EngineConfig, Requests, Status, lanes, simulate_many
+from benchmarks.program import step
+from benchmarks.workloads import TabledCost, YardstickCost
+from jaxsim.engine import EngineConfig, Requests, Status, lanes, simulate_many
 from jaxsim.engine.prepare import Prepared, Settings, prepare
 from jaxsim.engine.width import lane_bytes, width
 
 STEPS = lanes.STEPS
 LISTS, ENGINES = 8, 64  # distinct lists of requests and settings; lanes beyond them repeat them
 RATE_RPS = 12.0
-# Instructions that start no kernel.
-FREE = {"parameter", "get-tuple-element", "tuple", "constant", "bitcast", "after-all", "partition-id", "replica-id"}
 PROGRAMS = ("plain", "main", "main with caching")
-
-
-class Cost:
-    """6 ms, 60 us per prompt token, 20 us per decode and 40 ns per token of context of decodes; as a table if asked."""
-
-    def __init__(self, tables: bool):
-        linear = 6 * 10**9 + 60 * 10**6 * np.arange(2049, dtype=np.int64)
-        self.made = CostTable(linear_ps=linear, decode_seq_ps=20 * 10**6, decode_ctx_ps=40 * 10**3)
-        if not tables:
-            self.made = CostTable(
-                step_ps=6 * 10**9, prefill_token_ps=60 * 10**6, decode_seq_ps=20 * 10**6, decode_ctx_ps=40 * 10**3
-            )
-
-    def table(self, max_tokens: int, max_seqs: int) -> CostTable:
-        return self.made
 
 
 class Program(NamedTuple):
@@ -94,7 +77,12 @@ def settings(name: str, requests: int) -> Settings:
     ]
     chosen = [lists[i % LISTS] for i in range(ENGINES)]
     return Settings(
-        chosen, engines, [Cost(main)] * ENGINES, [None] * ENGINES, [1 / RATE_RPS] * ENGINES, [0.0] * ENGINES
+        chosen,
+        engines,
+        [TabledCost() if main else YardstickCost()] * ENGINES,
+        [None] * ENGINES,
+        [1 / RATE_RPS] * ENGINES,
+        [0.0] * ENGINES,
     )
 
 
@@ -130,36 +118,6 @@ def compiled(name: str, prepared: Prepared, count: int, mesh: Any) -> Program:
         shared = shaped((tables, chains), whole)
         chunk = chunk.lower(shaped(on, whole), shaped(knobs, split), *shared, shaped(state, split)).compile()
     return Program(name, count, prepared, fill, chunk, time.monotonic() - start)
-
-
-def kernels(text: str) -> Counter:
-    """Instructions of the loop over steps by name, those of loops and branches inside it included, from a program's
-    optimised HLO."""
-    bodies: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in text.splitlines():
-        if match := re.match(r"(?:ENTRY )?%?([\w.-]+) .*\{$", line):
-            current = bodies.setdefault(match[1], [])
-        elif " = " in line:
-            current.append(line)
-
-    def count(name: str) -> Counter:
-        found: Counter = Counter()
-        for line in bodies[name]:
-            match = re.search(r"= (?:\([^=]*?\)|\S+) ([\w-]+)\(", line)
-            if match is None or match[1] in FREE:
-                continue
-            found[match[1]] += 1
-            if match[1] in ("while", "conditional", "call"):
-                listed = re.findall(r"(?:body|to_apply|true_computation|false_computation)=%?([\w.-]+)", line)
-                if branches := re.search(r"branch_computations=\{([^}]*)\}", line):
-                    listed += [branch.strip(" %") for branch in branches[1].split(",")]
-                for inner in listed:
-                    found += count(inner)
-        return found
-
-    loops = re.findall(r"body=%?([\w.-]+)", text)
-    return max((count(name) for name in loops), key=lambda found: found.total())
 
 
 def measure(program: Program, mesh: Any, seconds: float) -> dict[str, Any]:
@@ -274,7 +232,7 @@ def main() -> None:
                 else:
                     program = future.result()
                     if name not in result["kernels"]:
-                        result["kernels"][name] = dict(kernels(program.chunk.as_text()).most_common())
+                        result["kernels"][name] = dict(step(program.chunk.as_text()).dispatched.most_common())
                     row |= {"compile_s": program.compile_s, **measure(program, mesh, asked.row_seconds)}
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):

@@ -123,10 +123,12 @@ def computations(text: str) -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def step(program: Program) -> Step:
-    """Counts in the body of the loop over scan steps. Of a fence the larger branch counts: the other never runs."""
-    parts = computations(program.text)
-    (loop,) = [line for operation, line in parts["ENTRY"] if operation == "while"]
+def step(text: str) -> Step:
+    """Counts in the body of the loop over scan steps, the largest loop of a program's optimised HLO.
+
+    Of a fence the larger branch counts: the other never runs.
+    """
+    parts = computations(text)
 
     def called(line: str) -> list[str]:
         branches = BRANCHES.search(line)
@@ -148,4 +150,5 @@ def step(program: Program) -> Step:
                 operations += most.operations
         return Step(dispatched, operations)
 
-    return count(CALLED.findall(loop)[-1])
+    loops = [line for part in parts.values() for operation, line in part if operation == "while"]
+    return max((count(CALLED.findall(loop)[-1]) for loop in loops), key=lambda found: found.total)

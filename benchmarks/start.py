@@ -64,7 +64,7 @@ def main() -> None:
     name = sys.argv[1]
     program = compiled(name)
     seconds = time.process_time()  # from the start of the process, imports and compilation included
-    counts, fixed = step(program), program.state_bytes - memory_bytes(program.limits)
+    counts, fixed = step(program.text), program.state_bytes - memory_bytes(program.limits)
     print(
         json.dumps(
             {

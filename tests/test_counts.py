@@ -78,7 +78,7 @@ def test_a_step_is_few_operations(look, which):
     limits = program.limits
     kind = limits.statistics, limits.asynchronous, limits.tables > 0, limits.prefix
     assert kind == (which != PLAIN, *[which in (MAIN_JOB, SHARED_PROMPTS)] * 2, which == SHARED_PROMPTS)
-    counts = step(program)
+    counts = step(program.text)
     assert 50 < counts.total <= bound.dispatched, counts
     assert counts.dispatched["fusion"] > 50 and counts.operations > 5 * counts.total  # or they are not counted at all
     assert counts.dispatched["copy"] <= bound.copies, counts
