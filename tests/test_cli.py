@@ -53,7 +53,7 @@ def test_hydras_own_flags_work(run):
         (["+foo=3"], "foo=3: no such key."),
         (["foo"], "foo=: cannot be read; must be key=value"),
         (["search.max_num_seqs=[1,2"], "search.max_num_seqs=[1,2: cannot be read; must be key=value"),
-        (["--nonsense"], "flags=--nonsense +sweep=slo_search"),
+        (["--nonsense"], "flags=--nonsense +sweep=slo_search tracking=disabled: unrecognized arguments"),
         (["engine.max_num_seqs=many"], "engine.max_num_seqs=many: must be an integer from 1 up to 4194303, or null"),
         (["slo.percentile=0"], "slo.percentile=0: must be a number above 0 up to 100"),
         (
