@@ -27,8 +27,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from benchmarks.program import step
-from benchmarks.workloads import TabledCost, YardstickCost
-from jaxsim.engine import EngineConfig, Requests, Status, lanes, simulate_many
+from benchmarks.workloads import TabledCost, YardstickCost, settings
+from jaxsim.engine import Requests, Status, lanes, simulate_many
 from jaxsim.engine.prepare import Prepared, Settings, prepare
 from jaxsim.engine.width import lane_bytes, width
 
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     compile_s: float
 
 
-def settings(name: str, requests: int) -> Settings:
+def simulations(name: str, requests: int) -> Settings:
     """What the lanes run, one setting after the other."""
     lists = []
     for seed in range(LISTS):
@@ -64,17 +64,8 @@ def settings(name: str, requests: int) -> Settings:
         ]
         lists.append(Requests(arrival, prompt, output, segments=parts if name == "main with caching" else None))
     main = name != "plain"
-    engines = [
-        EngineConfig(
-            max_num_seqs=int(8 * 32 ** (i / (ENGINES - 1)) + 1e-9),
-            max_num_batched_tokens=2048,
-            num_gpu_blocks=20_001,
-            max_model_len=8192,
-            async_scheduling=main,
-            enable_prefix_caching=name == "main with caching",
-        )
-        for i in range(ENGINES)
-    ]
+    rules = {"scheduler_reserve_full_isl": True, "async_scheduling": main}
+    engines = settings(ENGINES, fewest=8, most=256, enable_prefix_caching=name == "main with caching", **rules)
     chosen = [lists[i % LISTS] for i in range(ENGINES)]
     return Settings(
         chosen,
@@ -87,7 +78,7 @@ def settings(name: str, requests: int) -> Settings:
 
 
 def ready(name: str, requests: int) -> Prepared:
-    return prepare(settings(name, requests), name == "main with caching", True, name != "plain", False)
+    return prepare(simulations(name, requests), name == "main with caching", True, name != "plain", False)
 
 
 def arguments(prepared: Prepared, count: int, mesh: Any) -> tuple[tuple, tuple]:
@@ -160,7 +151,7 @@ def measure(program: Program, mesh: Any, seconds: float) -> dict[str, Any]:
 
 def end_to_end(name: str, requests: int, count: int) -> dict[str, Any]:
     """Through the public function, records and all; compiled already if so many lanes were measured."""
-    given = settings(name, requests)
+    given = simulations(name, requests)
     jobs = 2 * count
     some: Any = [[column[i % ENGINES] for i in range(jobs)] for column in given]
     start = time.monotonic()
