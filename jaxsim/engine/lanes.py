@@ -138,9 +138,6 @@ def refill(
     time: of the last block some may be beyond the count, whose lanes must not exist.
     """
     old, large = apart(state)
-    old = old._replace(memory=state.status)
-    if old.cache is not None:
-        old = old._replace(cache=old.cache._replace(memory=state.status))
     width = state.status.shape[0]
     listed = jnp.where(jnp.arange(lanes.shape[0], dtype=jnp.int32) < count[0], lanes, width)
     starts = jnp.zeros(width, bool).at[listed].set(True, mode="drop")

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxsim.engine.layout import Limits
 from jaxsim.engine.statistics import BINS
 from jaxsim.errors import ConfigError
@@ -50,9 +52,9 @@ def width(limits: Limits, asked: int | None, jobs: int, devices: Sequence[Any]) 
     return min(max(asked, LEAST), room, *([] if light else [needed]))
 
 
-def steady(platform: str) -> int:
-    """Lanes for calls of any length that are to share one program."""
-    return STEADY.get(platform, STEADY_ELSEWHERE)
+def steady(asked: int | None) -> int:
+    """Lanes for calls of any length that are to share one program: those `asked` for, else what is fast here."""
+    return asked or STEADY.get(jax.default_backend(), STEADY_ELSEWHERE)
 
 
 def free_bytes(devices: Sequence[Any]) -> int:

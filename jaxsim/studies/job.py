@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from jaxsim import settings as schema
@@ -97,7 +96,7 @@ class Job:
     @property
     def lanes(self) -> int:
         """Simulations that each device steps together."""
-        return self.runtime.lanes or steady(jax.default_backend())
+        return steady(self.runtime.lanes)
 
     def evaluate(self) -> Evaluate:
         """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import jax
-
 from jaxsim.engine import Simulation, simulate_many
 from jaxsim.engine.width import steady
 from jaxsim.settings import SearchSettings, SloSettings
@@ -68,7 +66,7 @@ class Simulator:
             stretch=[self._stretch(task) for task in tasks],
             think_time_s=self.search.think_time_s,
             on_done=note,
-            lanes=self.lanes or steady(jax.default_backend()),
+            lanes=steady(self.lanes),
             keep=False,
         )
         return outcomes
