@@ -1,6 +1,7 @@
 """The main job from Python."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,8 @@ def search(
     for group, asked in {"search": search, "engine": engine, "baseline": baseline, "runtime": runtime}.items():
         settings[group] = settings[group] | dict(asked or {})
     settings["store"] = {"path": store}
-    job = Job.of(settings, Path.cwd(), terminal.console())
-    return slo_search.search(job, on_round)
+    with closing(Job.of(settings, Path.cwd(), terminal.console())) as job:
+        return slo_search.search(job, on_round)
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

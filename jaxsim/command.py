@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ def run(settings: Mapping[str, Any], folder: Path, group: str | None = None) -> 
     from jaxsim.runtime import prepare
     from jaxsim.studies.job import Job
 
-    job = Job.of(settings, folder, terminal.console(), group)
-    prepare(job.runtime)
-    import_module(f"jaxsim.studies.{name}").run(job)
+    with closing(Job.of(settings, folder, terminal.console(), group)) as job:
+        prepare(job.runtime)
+        import_module(f"jaxsim.studies.{name}").run(job)
 
 
 def command() -> int:

@@ -10,6 +10,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -161,13 +162,21 @@ def spoil(path: Path, how: str) -> str:
     if how == "garbage":
         path.write_bytes(b"garbage" * 1000)
         return "file is not a database"
-    with sqlite3.connect(path) as file:
+    with closing(sqlite3.connect(path)) as file, file:
         if how == "foreign":
             file.execute("CREATE TABLE addresses (name TEXT)")
             return "holds something else"
         file.execute(f"PRAGMA application_id={store.APPLICATION}")
         file.execute("PRAGMA user_version=999")
     return "was written by another version"
+
+
+def test_a_job_that_is_refused_closes_its_store(run, tmp_path, monkeypatch):
+    closed, close = [], store.Store.close
+    monkeypatch.setattr(store.Store, "close", lambda self: (closed.append(self.path), close(self)))
+    code, _, err = run("+sweep=slo_search", "launcher.shard=9/8", "store.path=kept.sqlite")
+    assert code == 2 and err.startswith("launcher.shard=9/8: ")
+    assert closed == [Path("kept.sqlite")]
 
 
 @pytest.mark.parametrize("how", ["folder", "garbage", "foreign", "other version"])

@@ -13,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import jaxsim
@@ -55,7 +56,7 @@ def results(folder: Path) -> tuple[dict, list]:
 def rows(path: Path) -> int:
     """Simulations in the file, which another process may be about to make."""
     try:
-        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as file:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
             return file.execute("SELECT count(*) FROM simulations").fetchone()[0]
     except sqlite3.OperationalError:
         return 0
@@ -87,7 +88,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_results(tmp_path):
         killed.append(rows(path))
         assert killed[-1] > before
         before = killed[-1]
-        with sqlite3.connect(path) as file:
+        with closing(sqlite3.connect(path)) as file:
             assert file.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     out = finish(start(tmp_path, "killed"))
     assert results(tmp_path / "killed") == expected

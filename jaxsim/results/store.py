@@ -168,7 +168,7 @@ def open_store(settings: StoreSettings) -> Store | None:
         if settings.merge:
             raise ConfigError("store.merge", show(settings.merge), "must be null when store.path=null")
         return None
-    auto = settings.path == "auto"
+    auto, store = settings.path == "auto", None
     try:
         path = cache_dir() / NAME if auto else Path(settings.path)
         store = Store(path)
@@ -176,6 +176,8 @@ def open_store(settings: StoreSettings) -> Store | None:
             store.bound()
     except (OSError, RuntimeError, ValueError, sqlite3.Error) as error:
         why = getattr(error, "strerror", None) or str(error)
+        if store is not None:
+            store.close()
         if not auto:
             raise ConfigError("store.path", settings.path, f"must be a store that can be written ({why})") from None
         print(f"warning: simulations are not kept: {why}; store.path=FILE keeps them there", file=sys.stderr)

@@ -101,8 +101,8 @@ class Job:
     def evaluate(self) -> Evaluate:
         """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""
         simulator = Simulator(self.replicates, self.slo, self.search, self.runtime.lanes)
-        store = open_store(self.groups["store"])
         carried_out = launched(self.groups["launcher"], self.runtime, simulator)
+        store = open_store(self.groups["store"])
         if store is None:
             return carried_out
         about = {"model": self.server.model.name, "hardware": self.server.hardware.name}
@@ -159,8 +159,13 @@ class Job:
         """The line about the store."""
         if self.stored is None:
             return []
-        self.stored.store.close()
+        self.close()
         return [f"store      {self.stored.store.path}: {self.stored.found:,} found in it, {self.stored.made:,} added"]
+
+    def close(self) -> None:
+        """Writes what the store still holds back, and closes it."""
+        if self.stored is not None:
+            self.stored.store.close()
 
     def seconds(self) -> float:
         return time.monotonic() - self.start
