@@ -75,6 +75,7 @@ class Limits:
     inflow: bool = False  # max_queued_requests is set somewhere
     swap: bool = False  # preemption_mode="swap" somewhere
     priority: bool = False  # the policy "priority"
+    ends: bool = False  # self_preemption="ends" with it: running requests may miss a turn; has `threshold` as well
     fenced: bool = True  # store intermediate results: on CPUs
     nodes: int = 0  # prefix caching: nodes of the trie, rows for segments (0 for no caching) and for holds
     segments: int = 0
@@ -130,7 +131,7 @@ class Limits:
     @property
     def roster(self) -> bool:
         """Whether running requests are listed in the order of admission, which is not that of arrival: roster.py."""
-        return self.priority and self.prefix
+        return self.ends or (self.priority and self.prefix)
 
     @property
     def ticket(self) -> int:

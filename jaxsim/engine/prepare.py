@@ -58,7 +58,7 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
         output=np.ones(shape, np.int32),
         arrival_ps=np.full(shape, INFINITE, np.int64),
     )
-    by_priority = settings.engine[0].by_priority
+    by_priority, ends = settings.engine[0].by_priority, settings.engine[0].misses_turns
     if by_priority:
         traces = traces._replace(ranked=np.zeros((shape[0], 3, shape[1]), np.int32))
     for i, (listed, order) in enumerate(zip(lists.values(), orders, strict=True)):
@@ -87,7 +87,7 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
         requests=shape[1],
         ring=_ring(longest),
         phases=max(16, 1 << (max(engine.block_size for engine in engines) - 1).bit_length()),
-        threshold=any(engine.long_prefill_token_threshold > 0 for engine in engines),
+        threshold=ends or any(engine.long_prefill_token_threshold > 0 for engine in engines),
         tables=0 if tables is None else tables.linear_ps.shape[1],
         closed_loop=statistics or any(settings.clients),
         statistics=statistics,
@@ -95,6 +95,7 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
         static=engines[0].batching == "static",
         asynchronous=engines[0].overlaps,
         priority=by_priority,
+        ends=ends,
         inflow=engines[0].max_queued_requests is not None,
         swap=engines[0].preemption_mode == "swap",
         tail=bool(tries) and engines[0].freed_unhashed_blocks == "tail",

@@ -35,7 +35,7 @@ from jaxsim.engine.layout import (
     read,
     read_cell,
 )
-from jaxsim.engine.roster import initial_roster, links
+from jaxsim.engine.roster import NOBODY, initial_roster, links
 
 
 class Queue(NamedTuple):
@@ -51,6 +51,7 @@ class Queue(NamedTuple):
     tokens: jax.Array  # of the plan that are not yet scheduled
     blocks: jax.Array  # that they take
     roster: Any = None  # roster.Roster with Limits.roster
+    served: Any = None  # with Limits.ends: while others miss their turn, the last that had it, or NONE; else NOBODY
 
 
 class Turn(NamedTuple):
@@ -96,6 +97,8 @@ def initial_queue(limits: Limits) -> Queue:
     zero, none, false = jnp.int32(0), jnp.int32(NONE), jnp.bool_(False)
     tops = jnp.zeros(-(-limits.requests // 1024), jnp.int32)
     queue = Queue(tops, tops, zero, zero, none, false, false, zero, zero)
+    if limits.ends:
+        queue = queue._replace(served=jnp.int32(NOBODY))
     return queue._replace(roster=initial_roster()) if limits.roster else queue
 
 
@@ -228,4 +231,5 @@ def after(queue: Queue, marks: Marks, queued: jax.Array, runs: jax.Array) -> Que
         tokens=jnp.where(runs, 0, queue.tokens),
         blocks=jnp.where(runs, 0, queue.blocks),
         roster=marks.roster,
+        served=None if queue.served is None else jnp.where(runs, NOBODY, queue.served),
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxsim.engine.layout import NONE
@@ -18,7 +19,7 @@ class Replay:
 
     def add(self, events: Event) -> None:
         """Events of a chunk of steps, shape [steps, W] each; the simulation is in the first lane."""
-        self._chunks.append(Event(*(leaf[:, 0] for leaf in events)))
+        self._chunks.append(jax.tree.map(lambda leaf: leaf[:, 0], events))
 
     def clear(self) -> None:
         """Forget what was collected: the simulation starts again."""
@@ -38,9 +39,13 @@ class Replay:
         prompts = simulation.prompt_len
         known = {}
         done: dict[int, int] = {}
-        events = [np.concatenate(leaves) for leaves in zip(*self._chunks, strict=True)]
-        for event in zip(*(leaf.tolist() for leaf in events), strict=True):
+        events = jax.tree.map(lambda *leaves: np.concatenate(leaves).tolist(), *self._chunks)
+        for event in zip(*(leaf or [NONE] * len(events.ran) for leaf in events), strict=True):
             e = Event(*event)
+            if e.missed != NONE:
+                request = int(order[e.missed])
+                waiting_for_prompt.add(request)
+                done[request] = known[request] - 1
             if e.finished != NONE:
                 request = int(order[e.finished])
                 rows[-1][12].append(request)

@@ -1,9 +1,14 @@
-"""The running requests in the order of admission, for the policy "priority" together with prefix caching.
+"""The running requests in the order of admission, for the policy "priority" where that order counts.
 
-Which blocks are evicted depends on how many are taken before a victim gives back its own, and what the victim leaves
+With prefix caching it does: which blocks are evicted depends on how many are taken before a victim gives back its own, and what the victim leaves
 behind on whether its turn had come. So an iteration that may not fit is planned request by request in the order of the
 list, as vLLM 0.33.0 goes through it (v1/core/sched/scheduler.py): each takes its blocks and registers those that will
 be full, whether or not it is preempted afterwards. Then the iteration is scheduled with those that are left.
+
+Before 0.33 a request that preempted itself ended pass 1 (Limits.ends): those behind it are not scheduled. A decoding
+request that misses its turn becomes a prompt in progress that lacks one token, which is what a request is that resumes
+with all but its last token at hand: from the last on they leave the calendar, one a step, and join it again after their
+next iteration.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +18,9 @@ import jax.numpy as jnp
 
 from jaxsim.engine.blocks import blocks_for, quotient, remainder
 from jaxsim.engine.layout import AHEAD, BEHIND, FIT, NONE, ORDER, OUTPUT, PLAN, PROMPT, Knobs, Limits
+
+
+NOBODY = -2  # misses a turn
 
 
 class Roster(NamedTuple):
@@ -29,6 +37,14 @@ class Turn(NamedTuple):
     opens: jax.Array  # bool: planning begins with this step
     tokens: jax.Array  # int32, that the victim has blocks for
     granted: jax.Array  # bool: the victim had its turn
+
+
+class Miss(NamedTuple):
+    """A request that misses its turn. Scalars."""
+
+    decoding: jax.Array  # bool: one does, and was decoding
+    before: jax.Array  # int32, the prompts in progress between which it goes, or NONE
+    behind: jax.Array
 
 
 def initial_roster() -> Roster:
@@ -55,6 +71,16 @@ def links(limits: Limits, roster: Roster, look: Any, p: Any, a: Any) -> tuple[Ro
     first = pick(leaves & (ahead == NONE), behind, pick(a.admits & (roster.last == NONE), look.joiner, roster.first))
     last = pick(leaves & (behind == NONE), ahead, pick(a.admits, look.joiner, roster.last))
     return Roster(roster.admissions + a.admits.astype(jnp.int32), first, last), cells
+
+
+def missing(queue: Any) -> jax.Array:
+    """bool: the plan is made but for those that miss their turn."""
+    return queue.served != NOBODY
+
+
+def miss(queue: Any, look: Any) -> Miss:
+    """Whether `joiner` is one that leaves the calendar; those behind it are prompts in progress all."""
+    return Miss(look.active & missing(queue) & ~look.prompted, look.before, look.joiner_ticket[BEHIND])
 
 
 def wish(queue: Any, look: Any, wanted: jax.Array, budget: jax.Array) -> jax.Array:
@@ -84,7 +110,10 @@ def asks(
     context = row[PROMPT] + row[OUTPUT] - (row[FIT] - s.now) - 1
     own = (remainder(context, knobs.block_size) == 0).astype(jnp.int32)
     demand = jnp.where(queue.planning, jnp.where(look.prompted, demand - due, own), demand)
-    return jnp.where(queue.planned | doubtful, 0, demand), doubtful
+    nothing = queue.planned | doubtful
+    if limits.ends:
+        nothing = nothing | missing(queue)
+    return jnp.where(nothing, 0, demand), doubtful
 
 
 def turn(look: Any, opens: jax.Array, computed: jax.Array, in_prompt: jax.Array) -> Turn:
@@ -94,12 +123,19 @@ def turn(look: Any, opens: jax.Array, computed: jax.Array, in_prompt: jax.Array)
     return Turn(opens, tokens, granted)
 
 
-def revised(queue: Any, look: Any, opens: jax.Array, grants: jax.Array, p: Any) -> Any:
+def revised(limits: Limits, queue: Any, look: Any, opens: jax.Array, grants: jax.Array, p: Any) -> Any:
     """The plan after a step, of which `p` is an Outcome; `grants`: `joiner` gets what it asks for in its turn."""
     behind = look.joiner_ticket[BEHIND]
     itself = p.pops & (look.leaver == look.joiner)
     cursor = jnp.where(opens, queue.roster.first, jnp.where(grants | itself, behind, queue.cursor))
     planning = queue.planning | opens
+    if limits.ends:
+        ahead, passed = look.joiner_ticket[AHEAD], missing(queue) & p.decided
+        starts = itself & (behind != NONE)
+        cursor = jnp.where(starts, queue.roster.last, jnp.where(passed, ahead, cursor))
+        cursor = jnp.where(passed & (ahead == queue.served), NONE, cursor)
+        served = jnp.where(starts, ahead, jnp.where(cursor == NONE, NOBODY, queue.served))
+        queue = queue._replace(served=served)
     ends = planning & (cursor == NONE)
     reserved = jnp.where(p.pops & look.prompted & ~itself, p.tokens, 0)
     uses = queue.planned & p.passes & look.prompted

@@ -52,6 +52,7 @@ class Look(NamedTuple):
     gate: Any = None  # inflow.Gate with Limits.inflow
     leaver_ticket: Any = None  # [Limits.ticket] with Limits.priority
     joiner_ticket: Any = None
+    before: Any = None  # with Limits.ends: the prompt in progress ahead of the request that is behind `joiner`
 
 
 class Pass1(NamedTuple):
@@ -60,7 +61,7 @@ class Pass1(NamedTuple):
     more_finish: jax.Array  # bool: another request has finished, the rest must wait
     preempts: jax.Array  # bool
     drops: jax.Array  # bool: the victim needs no more iterations, it only waits for the one in flight
-    decoding: jax.Array  # bool: the victim was decoding
+    decoding: jax.Array  # bool: the victim was decoding, or `leaver` misses its turn
     in_prompt: jax.Array  # bool: the victim's prompt was in progress
     generated: jax.Array  # output tokens of the victim
     victim_computed: jax.Array
@@ -91,6 +92,7 @@ class Pass1(NamedTuple):
     plans: Any = None  # bool: the chunk is only planned; with Limits.roster: what `joiner` gets in its turn is
     queue: Any = None  # priority.Queue with the plan
     turn: Any = None  # roster.Turn with Limits.roster
+    miss: Any = None  # roster.Miss with Limits.ends
     swap: Any = None  # swap.Swap with Limits.swap
     swaps: Any = None  # and bool: the victim's blocks go to CPU memory
 
@@ -147,8 +149,9 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     gone, row = look.gone, look.row
     finishes = look.finishes
     more_finish = finishes & (gone[NEXT] != NONE)
-    # The last finish and pass 1 are one step, unless its blocks have to come back through the prefix cache first.
-    waits = finishes if limits.prefix and not limits.asynchronous else more_finish
+    # The last finish and pass 1 are one step, unless its blocks have to come back through the prefix cache first, or an
+    # admission in the same step would change the list of running requests twice.
+    waits = finishes if limits.ends or (limits.prefix and not limits.asynchronous) else more_finish
     scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
     finished_blocks = blocks_for(finished_context, knobs.block_size)
@@ -227,6 +230,10 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         in_prompt = preempts & (look.leaver == s.prompt_first)
         computed_prompt = s.prompt_done
     decoding = preempts & ~in_prompt
+    miss: Any = None
+    if limits.ends:
+        miss = roster.miss(s.queue, look)
+        decoding = decoding | miss.decoding
     counted = decoding & s.begun
     generated = jnp.where(in_prompt, gone[GENERATED], gone[OUTPUT] - (gone[FIT] - s.now))
     victim_computed = jnp.where(in_prompt, computed_prompt, gone[PROMPT] + generated - 1)
@@ -237,6 +244,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         turn = roster.turn(look, opens, victim_computed, in_prompt)
         takes = jnp.where(scheduling & fits, demand, 0)
         free = free - takes
+        if not limits.prefix:
+            free = free + jnp.where(preempts, blocks_for(turn.tokens, knobs.block_size), 0)
     elif limits.prefix:
         # Those before the one that does not fit take theirs first: the order decides what is evicted. Where only the
         # victim itself does not fit, that is all of them.
@@ -272,7 +281,9 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         plans = decided & only_plans & ~pops
         if limits.roster:
             plans = plans & s.queue.planning
-            queue = roster.revised(s.queue, look, turn.opens, plans, outcome)
+            if limits.ends:
+                plans = plans & ~roster.missing(s.queue)
+            queue = roster.revised(limits, s.queue, look, turn.opens, plans, outcome)
         else:
             queue = revised(limits, knobs, s.queue, look, wanted, outcome)
     if limits.threshold:
@@ -316,6 +327,7 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
         plans=plans,
         queue=queue,
         turn=turn,
+        miss=miss,
         swap=swap,
         swaps=swaps if limits.swap else None,
     )
@@ -464,6 +476,9 @@ def prompts_in_progress(limits: Limits, s: State, look: Look, p: Pass1, a: Pass2
     after = jnp.where(p.in_prompt, look.gone[NEXT], look.row[NEXT])
     first = jnp.where(ends & (before == NONE), after, s.prompt_first)
     last = jnp.where(ends & (after == NONE), before, s.prompt_last)
+    if limits.ends:
+        first = jnp.where(p.miss.decoding & (p.miss.before == NONE), look.joiner, first)
+        last = jnp.where(p.miss.decoding & (p.miss.behind == NONE), look.joiner, last)
     return Prompts(
         first=jnp.where(a.starts_prompt & (first == NONE), look.joiner, first),
         last=jnp.where(a.starts_prompt, look.joiner, last),

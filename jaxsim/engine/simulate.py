@@ -104,7 +104,7 @@ def _run(
     # Rules that cost something are programs of their own, and so is prefix caching.
     programs: dict[tuple, list[int]] = {}
     for i, (engine, caches) in enumerate(zip(settings.engine, finds_blocks(settings), strict=True)):
-        rules = (engine.batching, engine.overlaps, engine.policy, engine.preemption_mode)
+        rules = (engine.batching, engine.overlaps, engine.policy, engine.misses_turns, engine.preemption_mode)
         rules += (engine.max_queued_requests is not None, engine.caches and engine.freed_unhashed_blocks)
         programs.setdefault((rules, caches, 1), []).append(i)
     while programs:

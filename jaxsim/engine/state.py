@@ -101,6 +101,7 @@ class Event(NamedTuple):
     decodes: jax.Array
     context: jax.Array
     free: jax.Array
+    missed: Any = None  # with Limits.ends: a decoding request that is not scheduled
 
 
 def initial(

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxsim.engine import inflow, leap, priority
+from jaxsim.engine import inflow, leap, priority, roster
 from jaxsim.engine.blocks import add_phase, behind_phase, blocks_for, blocks_taken, quotient, remainder
 from jaxsim.engine.cache import ALL, START, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
 from jaxsim.engine.chains import Chains
 from jaxsim.engine.fence import fence
 from jaxsim.engine.layout import (
+    BEHIND,
     BELOW,
     FIRST_SCHEDULED,
     FIRST_TOKEN,
@@ -148,10 +149,18 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         joiner = jnp.where(prompt != NONE, prompt, turn.head)
         if limits.roster:
             joiner = jnp.where(s.queue.planning, s.queue.cursor, joiner)
+        if limits.ends:
+            leaver = jnp.where(roster.missing(s.queue), joiner, leaver)
     gone, row, prompted = read_row(s.memory, leaver), read_row(s.memory, joiner), prompt != NONE
     if limits.roster:
         in_prompt = row[FIT] < 0 if limits.threshold else joiner == s.prompt_first
         prompted = jnp.where(s.queue.planning, in_prompt, prompted)
+    joiner_ticket = priority.ticket(limits, s.memory, joiner) if limits.priority else None
+    before: Any = None
+    if joiner_ticket is not None and limits.ends:
+        behind = joiner_ticket[BEHIND]
+        before = read_cell(s.memory, jnp.maximum(behind, 0) * ROW + PREV)
+        before = jnp.where(behind == NONE, s.prompt_last, before)
     return Look(
         active=active,
         finishes=finishes,
@@ -166,7 +175,8 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
         turn=turn,
         gate=gate,
         leaver_ticket=priority.ticket(limits, s.memory, leaver) if limits.priority else None,
-        joiner_ticket=priority.ticket(limits, s.memory, joiner) if limits.priority else None,
+        joiner_ticket=joiner_ticket,
+        before=before,
     )
 
 
@@ -365,6 +375,10 @@ def write(
         enters = enters | a.admits | p.continues
         in_list = [pick(a.admits, NONE, row[NEXT]), pick(a.starts_prompt, s.prompt_last, row[PREV])]
         in_list += [~pick(a.admits, computed_tokens(a), p.computed + p.chunk)]
+        if limits.ends:
+            enters = enters | p.miss.decoding
+            missing = p.miss.behind, p.miss.before, ~p.victim_computed
+            in_list = [pick(p.miss.decoding, m, prompt) for m, prompt in zip(missing, in_list, strict=True)]
         place = [pick(a.joins, calendar, prompt) for calendar, prompt in zip(place, in_list, strict=True)]
     enters = enters | a.admits
     entry = jnp.stack(
@@ -378,6 +392,8 @@ def write(
         ]
     )
     departs = look.finishes | p.preempts | p.drops
+    if limits.ends:
+        departs = departs | p.miss.decoding
     starts = [pick(departs, look.leaver * ROW, sink_row) + WINDOW, pick(enters, look.joiner * ROW, sink_row)]
     memory = write_windows(s.memory, starts, [departure, entry])
 
@@ -405,11 +421,21 @@ def write(
         back = limits.arrivals + 2 * s.arrivals_known
         cells += [(returns, back, back_low), (returns, back + 1, back_high)]
     if limits.threshold:
-        neighbour = pick(a.starts_prompt, s.prompt_last, row[PREV])
-        relinks = (p.prompt_complete | a.starts_prompt) & (neighbour != NONE)
+        neighbour, follower = pick(a.starts_prompt, s.prompt_last, row[PREV]), row[NEXT]
+        enters_list, changes, preceding = a.starts_prompt, p.prompt_complete, row[PREV]
+        if limits.ends:
+            neighbour, follower = (
+                pick(p.miss.decoding, m, other) for m, other in ((p.miss.before, neighbour), (p.miss.behind, follower))
+            )
+            enters_list, changes = enters_list | p.miss.decoding, changes | p.miss.decoding
+            preceding = pick(p.miss.decoding, look.joiner, preceding)
         cells += [
-            (relinks, neighbour * ROW + NEXT, pick(a.starts_prompt, look.joiner, row[NEXT])),
-            (p.prompt_complete & (row[NEXT] != NONE), row[NEXT] * ROW + PREV, row[PREV]),
+            (
+                (changes | enters_list) & (neighbour != NONE),
+                neighbour * ROW + NEXT,
+                pick(enters_list, look.joiner, follower),
+            ),
+            (changes & (follower != NONE), follower * ROW + PREV, preceding),
         ]
     if pending_before is not None:
         cells += [(a.joins & ~a.first_token, look.joiner * ROW + LINK, pending_before)]
@@ -623,6 +649,7 @@ def step(
             decodes=p.decodes + collected["late_decodes"],
             context=p.context + p.decodes + collected["late_context"] + collected["prefill_context"],
             free=a.free,
+            missed=jnp.where(p.miss.decoding, look.joiner, none) if limits.ends else None,
         )
 
     # An empty schedule: after a preemption try again at once, otherwise wait for the next arrival or stop.

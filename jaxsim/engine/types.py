@@ -91,6 +91,11 @@ class EngineConfig:
         return self.policy == "priority"
 
     @property
+    def misses_turns(self) -> bool:
+        """Whether running requests behind one that preempted itself wait for the next iteration."""
+        return self.by_priority and self.self_preemption == "ends"
+
+    @property
     def caches(self) -> bool:
         """Whether blocks outlive their requests: static batching has no prefix cache."""
         return self.enable_prefix_caching and self.batching == "continuous"
@@ -129,9 +134,6 @@ class EngineConfig:
             raise ConfigError("engine.freed_unhashed_blocks", self.freed_unhashed_blocks, "must be front or tail")
         if self.self_preemption not in ("continues", "ends"):
             raise ConfigError("engine.self_preemption", self.self_preemption, "must be continues or ends")
-        if self.self_preemption == "ends" and self.by_priority:
-            allowed = "must be continues with policy=priority: running requests that miss a turn are not modelled"
-            raise ConfigError("engine.self_preemption", "ends", allowed)
         self._check_relief()
         if self.batching not in ("continuous", "static"):
             raise ConfigError("engine.batching", self.batching, "must be continuous or static")
