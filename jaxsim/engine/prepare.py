@@ -259,7 +259,12 @@ def _knobs(settings: Settings, costs: list[CostTable], cost_index: list[int], le
         if (key := (id(listed), engine.max_model_len)) not in longest:
             prompt = np.asarray(listed.prompt_len)
             longest[key] = int(np.max(prompt + np.minimum(listed.output_len, engine.max_model_len - prompt)))
+    # The most urgent request gets on in each iteration, but for the turns that it misses: those that preempt themselves
+    # ahead of it cost it one each. Where it has equals it may be the victim, and that they come apart may take long.
     patience = [longest[id(r), engine.max_model_len] + 64 for r, engine in zip(requests, engines, strict=True)]
+    for i, (listed, engine) in enumerate(zip(requests, engines, strict=True)):
+        if engine.misses_turns:
+            patience[i] += min(engine.max_num_seqs, len(listed.prompt_len)) + 1000
     coefficients = {
         name: np.array([getattr(cost, name) for cost in costs], np.int64)[cost_index] for name in Knobs._fields[-7:]
     }

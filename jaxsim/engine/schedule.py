@@ -217,6 +217,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     # Finished requests that are still on the stack are dropped when they come to its top.
     pops = scheduling & ~finishes & ~fits
     drops = pops & (gone[GENERATED] >= gone[OUTPUT]) & (gone[FIT] == s.now) if limits.asynchronous else jnp.bool_(False)
+    if limits.ends:  # an empty schedule() has waited for it while others ran
+        drops = drops & s.in_flight
     preempts = pops & (gone[GENERATED] < gone[OUTPUT])
     passes = scheduling & fits
     if limits.priority:
