@@ -16,6 +16,9 @@ HEAD, TAIL, OWNER = range(3)
 # leaving: who leaves after it, and the blocks that it has.
 TOP, REGISTERED, PATH, BASE, MODE, EAGER_PREV, EAGER_NEXT, HIT_FIRST, HIT_LATER, LEAVER_NEXT, BLOCKS = range(VISITOR)
 ORDER = VISITOR  # with Limits.roster: how many were admitted before it
+STAYS = (
+    -2
+)  # with Limits.ends: less the tokens to register, in place of the blocks of one that stops decoding but runs on
 SETTLED, OWNS, EAGER = 0, 1, 2  # modes
 START = -2  # the cursor of a walk over copies before the first
 ALL = 1 << 30
@@ -144,6 +147,7 @@ class Turn(NamedTuple):
     target: jax.Array
     who: jax.Array
     whose: jax.Array  # [VISITOR], its row
+    stays: Any = None  # with Limits.ends, bool: job.me stops decoding and runs on
 
 
 class View(NamedTuple):

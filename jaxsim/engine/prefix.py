@@ -20,12 +20,15 @@ The work comes as jobs that the scheduler posts and one call of `work` after the
 number of operations: enlist, touch, take, release, walk, register, look up, in this order.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from jaxsim.engine.blocks import quotient
 from jaxsim.engine.cache import (
     BASE,
+    BLOCKS,
     COPY_NEXT,
     EAGER_NEXT,
     HEAD,
@@ -38,6 +41,7 @@ from jaxsim.engine.cache import (
     REGISTERED,
     SETTLED,
     START,
+    STAYS,
     TOP,
     Cache,
     Job,
@@ -71,7 +75,7 @@ def next_job(c: Cache) -> Job:
 
 
 def next_turn(
-    size: jax.Array, now: jax.Array, c: Cache, job: Job, mine: jax.Array, chain: jax.Array,
+    limits: Limits, size: jax.Array, now: jax.Array, c: Cache, job: Job, mine: jax.Array, chain: jax.Array,
     owner: jax.Array, owners: jax.Array, owner_chain: jax.Array | None, node_end: jax.Array,
 ) -> Turn:  # fmt: skip
     """The owner registers first, up to the iteration in which its turn was before this moment.
@@ -86,11 +90,23 @@ def next_turn(
         decoded = decoded + count(job.releasing & (c.alone != NONE) & c.alone_granted)
     owner_decoded = owners[BASE] + now + count(job.searching | ahead)
     visiting = job.registering | job.walking
+    stays: Any = None
+    if limits.ends:
+        blocks = pick(job.releasing & (c.alone != NONE), c.alone_blocks, mine[BLOCKS])
+        stays = blocks <= STAYS
     if owner_chain is not None:
         finished = job.releasing & ((c.alone == NONE) | c.alone_finished)
+        if limits.ends:
+            finished = finished & ~stays
         decoded = pick(finished, chain[3], jnp.minimum(decoded, chain[3]) - 1)
         owner_decoded = jnp.minimum(owner_decoded, owner_chain[3]) - 1
         visiting = visiting | finished
+    if limits.ends:
+        # What the iteration in flight computes counts when that has ended, in the order of admission.
+        tokens = STAYS - blocks - count(~job.releasing)
+        decoded = pick(stays, tokens, decoded)
+        owner_decoded = pick(owners[BLOCKS] <= STAYS, STAYS - owners[BLOCKS] - 1, owner_decoded)
+        visiting = visiting | (job.releasing & stays)
     decoded = pick(mine[MODE] == SETTLED, 0, decoded)
     target = quotient(pick(job.registering, c.register_tokens, decoded), size)
     registers = job.registering | job.walking | (job.releasing & ~c.detached)
@@ -109,6 +125,7 @@ def next_turn(
         target=target,
         who=pick(for_owner, owner, job.me),
         whose=whose,
+        stays=stays,
     )
 
 
@@ -140,7 +157,7 @@ def work(
     owner = fence(on, lambda: copies[OWNER])
     owners = row(limits.visitor_rows, owner, limits.visitor)
     owner_chain = chains.requests[which, jnp.maximum(owner, 0)] if limits.asynchronous else None
-    turn = fence(on, lambda: next_turn(size, now, c, job, mine, chain, owner, owners, owner_chain, node_end))
+    turn = fence(on, lambda: next_turn(limits, size, now, c, job, mine, chain, owner, owners, owner_chain, node_end))
     top = turn.whose[TOP]
     hold = row(limits.hold_rows, top, HOLD)
 

@@ -1,9 +1,10 @@
 """The running requests in the order of admission, for the policy "priority" where that order counts.
 
-With prefix caching it does: which blocks are evicted depends on how many are taken before a victim gives back its own, and what the victim leaves
-behind on whether its turn had come. So an iteration that may not fit is planned request by request in the order of the
-list, as vLLM 0.33.0 goes through it (v1/core/sched/scheduler.py): each takes its blocks and registers those that will
-be full, whether or not it is preempted afterwards. Then the iteration is scheduled with those that are left.
+With prefix caching it does: which blocks are evicted depends on how many are taken before a victim gives back its own,
+and what the victim leaves behind on whether its turn had come. So an iteration that may not fit is planned request by
+request in the order of the list, as vLLM 0.33.0 goes through it (v1/core/sched/scheduler.py): each takes its blocks and
+registers those that will be full, whether or not it is preempted afterwards. Then the iteration is scheduled with those
+that are left.
 
 Before 0.33 a request that preempted itself ended pass 1 (Limits.ends): those behind it are not scheduled. A decoding
 request that misses its turn becomes a prompt in progress that lacks one token, which is what a request is that resumes
@@ -18,7 +19,6 @@ import jax.numpy as jnp
 
 from jaxsim.engine.blocks import blocks_for, quotient, remainder
 from jaxsim.engine.layout import AHEAD, BEHIND, FIT, NONE, ORDER, OUTPUT, PLAN, PROMPT, Knobs, Limits
-
 
 NOBODY = -2  # misses a turn
 

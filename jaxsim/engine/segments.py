@@ -118,7 +118,11 @@ def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
     if limits.roster:  # who was to leave may have been preempted since
         unhashed = pick(job.releasing & (c.alone == NONE) & (mine[BLOCKS] == NONE), 0, unhashed)
+    if limits.ends:
+        unhashed = pick(turn.stays, 0, unhashed)
     has_hold = pops & (top != NONE)
+    if limits.ends:
+        has_hold = has_hold & ~turn.stays
     spills, grows = None, None
     if limits.tail:
         # These are an operation of their own; before an empty queue they are as good as in front.
@@ -132,6 +136,8 @@ def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     appends = last_holder & ~merges
     hold_ends = has_hold & (s[LO] <= hold[1])
     released = pops & ((top == NONE) | (hold_ends & (hold[2] == NONE)))
+    if limits.ends:
+        released = released | (pops & turn.stays)
     leaves_eager = detaches & (mine[MODE] == EAGER)
 
     # Search: pieces of the chain along the copies of the node.
@@ -333,7 +339,7 @@ def carry_out(
         (d.enlists & (c.enlist_after != NONE), mine_cell + LEAVER_NEXT, c.enlist),
     ]
     if c.orders is not None:
-        gone = d.released & (c.alone != NONE)
+        gone = d.released & ((c.alone != NONE) if not limits.ends else (c.alone != NONE) | turn.stays)
         cells += [(d.touched, mine_cell + ORDER, c.orders.touch), (gone, mine_cell + BLOCKS, none)]
     anonymous = c.anonymous - d.plain + d.unhashed
     if d.spills is not None and d.grows is not None:

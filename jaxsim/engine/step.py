@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxsim.engine import inflow, leap, priority, roster
 from jaxsim.engine.blocks import add_phase, behind_phase, blocks_for, blocks_taken, quotient, remainder
-from jaxsim.engine.cache import ALL, START, Cache, busy
+from jaxsim.engine.cache import ALL, START, STAYS, Cache, busy
 from jaxsim.engine.calendar import bit, mark_word, next_completion
 from jaxsim.engine.chains import Chains
 from jaxsim.engine.fence import fence
@@ -468,6 +468,8 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     blocks = blocks_for(context, knobs.block_size)
     last = leaves & ~p.more_finish
     alone = last & (c.release == NONE)
+    if limits.ends and limits.asynchronous:
+        alone = jnp.bool_(False)  # those that miss their turn go into the list as well
     leaver, finished, blocks_alone, waits_alone = look.leaver, look.finishes, blocks, c.waits_alone
     enlists, complete = leaves & ~alone, pick(leaves, last, c.complete)
     if limits.asynchronous:
@@ -480,6 +482,13 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         complete = a.runs | (c.complete & ~look.finishes)
         waits_alone = pick(a.runs | (p.drops & (look.leaver == c.waits_alone)), none, c.waits_alone)
         waits_alone = pick(waits, look.leaver, waits_alone)
+    enlist_blocks, enters = pick(look.finishes, blocks, c.enlist_blocks), leaves
+    if limits.ends and limits.asynchronous:
+        enlists, enters, complete = (enlists | p.miss.decoding, leaves | p.miss.decoding, complete & ~p.miss.decoding)
+        enlist_blocks = pick(p.miss.decoding, STAYS - context, enlist_blocks)
+    elif limits.ends:
+        alone = alone | p.miss.decoding
+        blocks_alone = pick(p.miss.decoding, STAYS - context, blocks_alone)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
         until = look.joiner_ticket[ORDER] if limits.roster else look.joiner
@@ -506,8 +515,8 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         alone_finished=pick(alone, finished, c.alone_finished),
         waits_alone=waits_alone,
         enlist=pick(enlists, look.leaver, c.enlist),
-        enlist_blocks=pick(look.finishes, blocks, c.enlist_blocks),
-        enlist_after=pick(leaves, none, c.enlist_after),
+        enlist_blocks=enlist_blocks,
+        enlist_after=pick(enters, none, c.enlist_after),
         complete=complete,
         dropped=pick(look.finishes, ALL, pick(p.drops, look.leaver, c.dropped)),
         release_at=pick(leaves, none, c.release_at),
