@@ -76,7 +76,6 @@ def resolve(flags: EngineSettings) -> Resolved:
     barred = {
         "async_scheduling": (True, False, "preemption_mode=swap" if swaps else ""),
         "enable_prefix_caching": (True, False, "preemption_mode=swap" if swaps else ""),
-        "self_preemption": ("ends", "continues", "policy=priority" if flags.policy == "priority" else ""),
     }
     for key, (value, instead, because) in barred.items():
         if because and key in defaults and defaults[key].value == value:

@@ -177,9 +177,10 @@ def test_versions_set_what_is_not_given_and_say_so():
     assert flags.lone_request_without_threshold is False and flags.self_preemption == "ends"
     assert flags.enable_prefix_caching is True and flags.freed_unhashed_blocks == "tail"
     # Where the rule of a version is not modelled together with what was asked for, the nearest is taken, and named.
-    ends = server(vllm_version="v0.11", policy="priority")
-    assert ends.flags.self_preemption == "continues"
-    assert ends.taken()["self_preemption"].source == "ends in v0.11 is not modelled together with policy=priority"
+    swaps = server(vllm_version="v0.20", preemption_mode="swap")
+    assert swaps.flags.async_scheduling is False
+    assert swaps.taken()["async_scheduling"].source == "true in v0.20 is not modelled together with preemption_mode=swap"
+    assert server(vllm_version="v0.20", policy="priority").taken()["self_preemption"] == ("ends", "vLLM v0.20")
     between = server(vllm_version="0.25.1", async_scheduling=False)
     assert between.taken()["scheduler_reserve_full_isl"] == (True, "vLLM v0.20, the nearest known below v0.25")
     assert "async_scheduling" not in between.taken() and between.flags.async_scheduling is False

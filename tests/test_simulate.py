@@ -67,7 +67,6 @@ def test_impossible_requests_are_refused(changes, options, key):
         {"policy": "sjf"},
         {"freed_unhashed_blocks": "back"},
         {"self_preemption": "stops"},
-        {"self_preemption": "ends", "policy": "priority"},
         {"policy": "priority", "batching": "static"},
     ],
     ids=lambda changes: ",".join(changes),

@@ -79,7 +79,7 @@ class EngineConfig:
     # Where vLLM 0.11 and 0.20 differ from 0.33: there these are False, "tail" and "ends".
     lone_request_without_threshold: bool = True  # a request alone in the engine is not cut to the prefill threshold
     freed_unhashed_blocks: str = "front"  # where in the free queue blocks that hold no full prefix go
-    self_preemption: str = "continues"  # policy priority: what pass 1 does when a request preempted itself
+    self_preemption: str = "continues"  # policy priority: what pass 1 does when a request has preempted itself
 
     @property
     def overlaps(self) -> bool:
