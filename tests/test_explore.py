@@ -131,12 +131,18 @@ def test_the_baseline_is_compared_and_never_chosen():
     assert len(exploring.known[baseline].seeds) == len(exploring.known[chosen(exploring)].seeds)
 
 
-def test_settings_compare_by_gpu():
-    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), tensor_parallel_size=(1, 2))
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "instances"])
+def test_settings_compare_by_gpu(key):
+    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), **{key: (1, 2)})
     one, two = exploring.proposed
-    assert two.gpus == 2 and one.cost is not two.cost
+    assert two.gpus == 2 and (one.cost is two.cost) == (key == "instances")
     assert exploring.score(one) == pytest.approx(exploring.score(two), rel=0.03)
     assert exploring.known[two].found["load"].interval.mean == pytest.approx(2 * exploring.score(two))
+
+
+def test_clients_of_each_instance_compare_by_its_gpus():
+    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), instances=(1, 2), load=False)
+    assert [exploring.score(one) for one in exploring.proposed] == [40, 40]
 
 
 def test_any_key_reaches_the_engine():

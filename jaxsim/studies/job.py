@@ -174,7 +174,8 @@ class Job:
         """What is simulated, in one line."""
         server, sampled = self.server, self.replicates
         gpus = f"{server.flags.tensor_parallel_size} x " if server.flags.tensor_parallel_size > 1 else ""
-        text = f"{server.model.name} on {gpus}{server.hardware.name}"
+        text = f"{server.flags.instances} instances of " if server.flags.instances > 1 else ""
+        text += f"{server.model.name} on {gpus}{server.hardware.name}"
         text += f", {len(sampled.requests)} seeds of {sampled.count} requests"
         lost = max(sampled.dropped)
         return text + (f", up to {lost} a seed dropped (max_model_len={server.max_model_len})" if lost else "")
