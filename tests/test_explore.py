@@ -1,6 +1,7 @@
 """The search over settings, on stand-ins whose capacities are known; the Pareto front; the Python API."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ class StandIn:
         return outcomes
 
 
-def explored(baseline=None, seeds=6, **settings):
+def explored(baseline: Any = None, seeds: int = 6, **settings: Any):
     search = SearchSettings(**{"max_num_seqs": SEATS, "max_num_batched_tokens": TOKENS} | settings)
     evaluate = StandIn()
     exploring = Exploration(space(search, baseline), search, SloSettings(), evaluate, seeds, 100)
@@ -133,7 +134,8 @@ def test_the_baseline_is_compared_and_never_chosen():
 
 @pytest.mark.parametrize("key", ["tensor_parallel_size", "instances"])
 def test_settings_compare_by_gpu(key):
-    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), **{key: (1, 2)})
+    searched: dict[str, Any] = {key: (1, 2)}
+    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), **searched)
     one, two = exploring.proposed
     assert two.gpus == 2 and (one.cost is two.cost) == (key == "instances")
     assert exploring.score(one) == pytest.approx(exploring.score(two), rel=0.03)

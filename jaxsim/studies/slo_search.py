@@ -222,7 +222,8 @@ def _facts(
     if "gain_over_baseline" in summary:
         now = summary["baseline"][COLUMNS[exploring.main]]
         text = f"carries {terminal.number(now)} {UNITS[exploring.main]}; the best {summary['gain_over_baseline']:+.1%}"
-        pairs.append(("baseline", text + (" per GPU" if job.search.tensor_parallel_size or job.search.instances else "")))
+        per_gpu = job.search.tensor_parallel_size or job.search.instances
+        pairs.append(("baseline", text + (" per GPU" if per_gpu else "")))
     if "cost_per_million_output_tokens" in summary:
         cost = terminal.number(summary["cost_per_million_output_tokens"])
         pairs.append(("cost", f"{cost} per million output tokens at the GPU's price_per_hour"))

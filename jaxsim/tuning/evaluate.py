@@ -13,7 +13,6 @@ from jaxsim.tuning.replicates import Replicates, warmup_share
 from jaxsim.tuning.slo import judge
 from jaxsim.tuning.space import Candidate
 
-
 RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")  # of all instances
 
 

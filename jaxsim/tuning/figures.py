@@ -58,7 +58,7 @@ def limited_by(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def number_of_instances(target_rps: float, load: Interval, carrying: int = 1) -> tuple[int, int | None, int | None]:
-    """Instances for a load, if `carrying` ones have the capacity: by its mean, and its interval's upper and lower end."""
+    """Instances for a load, if `carrying` of them have the capacity: by its mean and the ends of its interval."""
     half = 0.0 if math.isnan(load.half_width) else load.half_width
     low, high = load.mean - half, load.mean + half
     return (

@@ -1,8 +1,8 @@
 """The requests of every seed, the same for every setting: common random numbers."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from jaxsim.engine import Requests
 from jaxsim.errors import ConfigError
@@ -46,6 +46,16 @@ class Replicates:
         except (ConfigError, ValueError):
             return False
 
+    def changed(self, change: Callable[[Requests], Requests]) -> "Replicates":
+        """With other requests at the same times."""
+
+        def draw(place: int, count: int) -> tuple[Requests, float]:
+            assert self.draw is not None
+            requests, nominal_rps = self.draw(place, count)
+            return change(requests), nominal_rps
+
+        return replace(self, requests=[*map(change, self.requests)], draw=self.draw and draw, drawn={})
+
     def _of(self, seed: int, count: int | None, instances: int) -> tuple[Requests, float]:
         if seed < len(self.requests) and count in (None, self.count) and instances == 1:
             return self.requests[seed], self.rates_rps[seed]
@@ -84,6 +94,24 @@ def replicates(
     rates = [rate_rps(requests, workload.rate_rps) for requests in cut]
     rows = len(workload.ticks) if isinstance(workload, TraceWorkload) else None
     return Replicates(cut, rates, dropped, lambda place, number: (sample(place, number)[0], workload.rate_rps), rows)
+
+
+def joined(several: Sequence[Replicates]) -> Replicates:
+    """Of several workloads with as many seeds each: the places of the first come first."""
+    seeds = len(several[0].requests)
+
+    def draw(place: int, count: int) -> tuple[Requests, float]:
+        workload = several[place // seeds]
+        assert workload.draw is not None
+        return workload.draw(place % seeds, count)
+
+    return Replicates(
+        requests=[requests for one in several for requests in one.requests],
+        rates_rps=[rate for one in several for rate in one.rates_rps],
+        dropped=[dropped for one in several for dropped in one.dropped],
+        draw=draw,
+        rows=several[0].rows,
+    )
 
 
 def dealt(requests: Requests, instances: int) -> Requests:
