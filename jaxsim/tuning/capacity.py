@@ -118,6 +118,7 @@ class CapacitySearch:
         said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
         state.wanted[candidate].discard(rung)
         rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
+        rate *= self.candidates[candidate].instances
         state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
         return together if said.passed else None
 
