@@ -44,10 +44,11 @@ class Kind(NamedTuple):
     priority: bool = False  # all cases have the policy "priority"
     inflow: bool = False  # all cases have max_queued_requests
     swap: bool = False  # all cases have preemption_mode="swap"
+    ends: bool = False  # all cases have self_preemption="ends"
 
     def __str__(self) -> str:
         words = ["async"] * self.asynchronous + ["priority"] * self.priority
-        words += ["inflow"] * self.inflow + ["swap"] * self.swap
+        words += ["ends"] * self.ends + ["inflow"] * self.inflow + ["swap"] * self.swap
         return " ".join([*words, "rich" if self.tables else "plain"])
 
 
@@ -97,6 +98,7 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         max_num_active_seqs=pick(None, None, None, 1, max(1, seats // 2)),
         async_scheduling=kind.asynchronous,
         policy="priority" if kind.priority else "fcfs",
+        self_preemption="ends" if kind.ends else "continues",
         max_queued_requests=pick(1, 1, 2, 3, 5, 10, 1000) if kind.inflow else None,
         max_new_tokens=pick(None, 1, 3, 20) if kind.inflow else None,
         preemption_mode="swap" if kind.swap else "recompute",
@@ -172,6 +174,7 @@ def shaping_case(kind: Kind) -> reference.Case:
         long_prefill_token_threshold=8 if kind.threshold else 0,
         async_scheduling=kind.asynchronous,
         policy="priority" if kind.priority else "fcfs",
+        self_preemption="ends" if kind.ends else "continues",
         max_queued_requests=1000 if kind.inflow else None,
         preemption_mode="swap" if kind.swap else "recompute",
     )

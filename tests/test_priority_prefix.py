@@ -24,15 +24,21 @@ class Kind(NamedTuple):
     asynchronous: bool
     thresholds: list[int]
     freed: str = "front"  # freed_unhashed_blocks
+    self_preemption: str = "continues"
 
     def __str__(self) -> str:
-        words = ["async" if self.asynchronous else "sync", *["threshold"] * any(self.thresholds), self.freed]
+        words = [
+            "async" if self.asynchronous else "sync",
+            *["threshold"] * any(self.thresholds),
+            self.freed,
+            self.self_preemption,
+        ]
         return " ".join(words)
 
 
 THRESHOLDS = [0, 1, 2, 3, 5, 8]
 KINDS = [Kind(False, THRESHOLDS), Kind(True, [0])]
-ROWS = Kind(True, THRESHOLDS, "tail")
+ROWS = Kind(True, THRESHOLDS, "tail", "ends")
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,7 @@ def random_case(rng: random.Random, kind: Kind) -> reference.Case:
         async_scheduling=kind.asynchronous,
         long_prefill_token_threshold=rng.choice(kind.thresholds) or any(kind.thresholds) * case.engine.max_model_len,
         freed_unhashed_blocks=kind.freed,
+        self_preemption=kind.self_preemption,
     )
     levels = rng.choice([1, 2, 3, n])
     priorities = [rng.randrange(levels) - 1 for _ in range(n)]
