@@ -47,8 +47,8 @@ def crowded_case(rng: random.Random) -> reference.Case:
     arrivals = [0]
     for _ in range(n - 1):
         arrivals.append(arrivals[-1] + MS * rng.choice(gaps))
-    prices = [MS * rng.choice(units) for units in ([1, 2], [0, 1], [0], [0, 1])]
-    case = reference.Case(arrivals, prompts, outputs, engine, CostTable(*prices), rng.choice([None, None, 4, 8]))
+    prices = CostTable(MS * rng.choice([1, 2]), MS * rng.choice([0, 1]), 0, MS * rng.choice([0, 1]))
+    case = reference.Case(arrivals, prompts, outputs, engine, prices, rng.choice([None, None, 4, 8]))
     return case._replace(think_ps=MS * rng.choice([0, 0, 1, 7]), priorities=[rng.randrange(levels) for _ in range(n)])
 
 
