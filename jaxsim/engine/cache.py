@@ -16,9 +16,9 @@ HEAD, TAIL, OWNER = range(3)
 # leaving: who leaves after it, and the blocks that it has.
 TOP, REGISTERED, PATH, BASE, MODE, EAGER_PREV, EAGER_NEXT, HIT_FIRST, HIT_LATER, LEAVER_NEXT, BLOCKS = range(VISITOR)
 ORDER = VISITOR  # with Limits.roster: how many were admitted before it
-STAYS = (
-    -2
-)  # with Limits.ends: less the tokens to register, in place of the blocks of one that stops decoding but runs on
+# With Limits.ends: who misses a turn stops decoding but keeps its blocks. In place of their number BLOCKS then holds
+# STAYS less the tokens that count when the iteration in flight has ended.
+STAYS = -2
 SETTLED, OWNS, EAGER = 0, 1, 2  # modes
 START = -2  # the cursor of a walk over copies before the first
 ALL = 1 << 30

@@ -118,11 +118,9 @@ def change(limits: Limits, size: jax.Array, c: Cache, v: View) -> Change:
     unhashed = pick(detaches, pick(c.alone != NONE, c.alone_blocks, mine[BLOCKS]) - registered, 0)
     if limits.roster:  # who was to leave may have been preempted since
         unhashed = pick(job.releasing & (c.alone == NONE) & (mine[BLOCKS] == NONE), 0, unhashed)
-    if limits.ends:
-        unhashed = pick(turn.stays, 0, unhashed)
     has_hold = pops & (top != NONE)
     if limits.ends:
-        has_hold = has_hold & ~turn.stays
+        unhashed, has_hold = pick(turn.stays, 0, unhashed), has_hold & ~turn.stays
     spills, grows = None, None
     if limits.tail:
         # These are an operation of their own; before an empty queue they are as good as in front.
@@ -339,7 +337,8 @@ def carry_out(
         (d.enlists & (c.enlist_after != NONE), mine_cell + LEAVER_NEXT, c.enlist),
     ]
     if c.orders is not None:
-        gone = d.released & ((c.alone != NONE) if not limits.ends else (c.alone != NONE) | turn.stays)
+        gone = c.alone != NONE
+        gone = d.released & (gone | turn.stays if limits.ends else gone)
         cells += [(d.touched, mine_cell + ORDER, c.orders.touch), (gone, mine_cell + BLOCKS, none)]
     anonymous = c.anonymous - d.plain + d.unhashed
     if d.spills is not None and d.grows is not None:

@@ -377,8 +377,8 @@ def write(
         in_list += [~pick(a.admits, computed_tokens(a), p.computed + p.chunk)]
         if limits.ends:
             enters = enters | p.miss.decoding
-            missing = p.miss.behind, p.miss.before, ~p.victim_computed
-            in_list = [pick(p.miss.decoding, m, prompt) for m, prompt in zip(missing, in_list, strict=True)]
+            late = p.miss.behind, p.miss.before, ~p.victim_computed
+            in_list = [pick(p.miss.decoding, mine, prompt) for mine, prompt in zip(late, in_list, strict=True)]
         place = [pick(a.joins, calendar, prompt) for calendar, prompt in zip(place, in_list, strict=True)]
     enters = enters | a.admits
     entry = jnp.stack(
@@ -424,11 +424,11 @@ def write(
         neighbour, follower = pick(a.starts_prompt, s.prompt_last, row[PREV]), row[NEXT]
         enters_list, changes, preceding = a.starts_prompt, p.prompt_complete, row[PREV]
         if limits.ends:
-            neighbour, follower = (
-                pick(p.miss.decoding, m, other) for m, other in ((p.miss.before, neighbour), (p.miss.behind, follower))
-            )
-            enters_list, changes = enters_list | p.miss.decoding, changes | p.miss.decoding
-            preceding = pick(p.miss.decoding, look.joiner, preceding)
+            misses = p.miss.decoding
+            neighbour = pick(misses, p.miss.before, neighbour)
+            follower = pick(misses, p.miss.behind, follower)
+            enters_list, changes = enters_list | misses, changes | misses
+            preceding = pick(misses, look.joiner, preceding)
         cells += [
             (
                 (changes | enters_list) & (neighbour != NONE),
@@ -469,7 +469,7 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
     last = leaves & ~p.more_finish
     alone = last & (c.release == NONE)
     if limits.ends and limits.asynchronous:
-        alone = jnp.bool_(False)  # those that miss their turn go into the list as well
+        alone = jnp.bool_(False)  # among those that miss their turn, which enter the list as well, each has its place
     leaver, finished, blocks_alone, waits_alone = look.leaver, look.finishes, blocks, c.waits_alone
     enlists, complete = leaves & ~alone, pick(leaves, last, c.complete)
     if limits.asynchronous:
@@ -482,13 +482,14 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         complete = a.runs | (c.complete & ~look.finishes)
         waits_alone = pick(a.runs | (p.drops & (look.leaver == c.waits_alone)), none, c.waits_alone)
         waits_alone = pick(waits, look.leaver, waits_alone)
-    enlist_blocks, enters = pick(look.finishes, blocks, c.enlist_blocks), leaves
-    if limits.ends and limits.asynchronous:
-        enlists, enters, complete = (enlists | p.miss.decoding, leaves | p.miss.decoding, complete & ~p.miss.decoding)
-        enlist_blocks = pick(p.miss.decoding, STAYS - context, enlist_blocks)
-    elif limits.ends:
-        alone = alone | p.miss.decoding
-        blocks_alone = pick(p.miss.decoding, STAYS - context, blocks_alone)
+    enlist_blocks, starts_list = pick(look.finishes, blocks, c.enlist_blocks), leaves
+    if limits.ends:
+        misses, stays = p.miss.decoding, STAYS - context
+        if limits.asynchronous:
+            enlists, starts_list, complete = enlists | misses, leaves | misses, complete & ~misses
+            enlist_blocks = pick(misses, stays, enlist_blocks)
+        else:
+            alone, blocks_alone = alone | misses, pick(misses, stays, blocks_alone)
     walk_until = pick(begins | (p.cursor == NONE), ALL, c.walk_until)
     if limits.threshold:
         until = look.joiner_ticket[ORDER] if limits.roster else look.joiner
@@ -516,7 +517,7 @@ def post(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1, a: Pass2,
         waits_alone=waits_alone,
         enlist=pick(enlists, look.leaver, c.enlist),
         enlist_blocks=enlist_blocks,
-        enlist_after=pick(enters, none, c.enlist_after),
+        enlist_after=pick(starts_list, none, c.enlist_after),
         complete=complete,
         dropped=pick(look.finishes, ALL, pick(p.drops, look.leaver, c.dropped)),
         release_at=pick(leaves, none, c.release_at),
