@@ -130,3 +130,22 @@ def test_who_finished_before_an_empty_iteration_is_no_victim_after_it():
         ([1], [3], [1]),
     ]
     agree_all([case] * CASES, [result] * CASES, True)
+
+
+def test_what_is_in_flight_counts_after_those_that_finish_have_left():
+    """2, 0 and 3 compute the same blocks of one token, each a token further than the one before it in the list.
+
+    3 finishes with the iteration in which 0 gets the token that fills the same block next: the copy of 3 is the first.
+    """
+    engine = EngineConfig(
+        6, 32, 35, 24, 1, policy="priority", self_preemption="ends", freed_unhashed_blocks="tail",
+        async_scheduling=True, enable_prefix_caching=True, long_prefill_token_threshold=1,
+        scheduler_reserve_full_isl=False, lone_request_without_threshold=False,
+    )  # fmt: skip
+    prompts, outputs = [4, 2, 4, 4, 5, 12], [6, 7, 7, 5, 1, 2]
+    segments = [[("a", 0, n)] for n in prompts[:4]] + [[("a", 0, 4), ("y", 0, n)] for n in (1, 8)]
+    case = reference.Case(
+        [0, 0, 0, 0, 8 * MS, 15 * MS], prompts, outputs, engine, CostTable(2 * MS),
+        segments=segments, output_streams=["y", "q", "y", "y", "v", "y"], priorities=[1, 9, 0, 2, 5, 3],
+    )  # fmt: skip
+    agree_all([case] * CASES, [reference.simulate(case)] * CASES, True)

@@ -85,6 +85,8 @@ def next_turn(
     """
     pick = jnp.where
     ahead = owner < job.me if c.orders is None else owners[ORDER] < mine[ORDER]
+    if owner_chain is not None:  # those that finish give back their blocks before the next iteration's turns
+        ahead = ahead & ~job.releasing
     decoded = mine[BASE] + now + count(job.walking)
     if c.orders is not None:
         decoded = decoded + count(job.releasing & (c.alone != NONE) & c.alone_granted)
