@@ -44,16 +44,8 @@ def test_each_job_of_a_multirun_leaves_its_results(tmp_path, launcher, plugin):
 @pytest.mark.parametrize(("launcher", "plugin"), LAUNCHERS)
 def test_a_job_that_is_refused_is_in_the_exit_code(tmp_path, launcher, plugin):
     needs(plugin)
-    words = [
-        "--multirun",
-        "+sweep=evaluate",
-        "engine.max_num_seqs=0,1",
-        "evaluate.load_rps=0.1",
-        "hydra.sweep.dir=many",
-    ]
-    done = command(tmp_path, launcher, *words)
+    words = ["--multirun", "+sweep=evaluate", "engine.max_num_seqs=0,1", "evaluate.load_rps=0.1"]
+    done = command(tmp_path, launcher, *words, "hydra.sweep.dir=many")
     assert done.returncode == 2, done.stderr
-    assert (
-        results(tmp_path / "many" / "1")[0]["status"] == "ok"
-        and not (tmp_path / "many" / "0" / "summary.json").exists()
-    )
+    assert results(tmp_path / "many" / "1")[0]["status"] == "ok"
+    assert not (tmp_path / "many" / "0" / "summary.json").exists()
