@@ -15,16 +15,18 @@ from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
 THEIR_OWN = ("max_num_seqs", "max_num_active_seqs", "num_gpu_blocks")
 
 
-def families(settings: Settings) -> dict[int, list[int]]:
+def families(settings: Settings, caches: bool) -> dict[int, list[int]]:
     """Settings that differ in nothing else, under the one of them with the most seats and of these the fewest blocks.
 
     Static batches fill all seats, and the policy "priority" asks for blocks in other ways: such settings are alone.
+    What a prefix cache holds depends on the blocks even where there are enough: with one they have to be equal.
     """
+    own = THEIR_OWN[:-1] if caches else THEIR_OWN
     rest: dict[int, tuple] = {}  # by identity of an engine
     found: dict[tuple, list[int]] = {}
     for i, (requests, engine, cost, *loop) in enumerate(zip(*settings, strict=True)):
         if id(engine) not in rest:
-            rest[id(engine)] = tuple(value for name, value in vars(engine).items() if name not in THEIR_OWN)
+            rest[id(engine)] = tuple(value for name, value in vars(engine).items() if name not in own)
         alone = i if engine.batching == "static" or engine.by_priority else None
         found.setdefault((id(requests), rest[id(engine)], id(cost), *loop, alone), []).append(i)
 

@@ -148,8 +148,7 @@ def _batch(
         devices = devices[: 1 if replay is not None or size < len(devices) else None]
     lanes = width(limits, asked, size, devices)
 
-    # What a prefix cache holds depends on the blocks even where there are enough.
-    others = families(settings) if reuse and not caches else {}
+    others = families(settings, caches) if reuse else {}
     queue = deque(others or range(size))
 
     def collect(i: int, outcome: Outcome) -> list[tuple[int, Simulation]]:

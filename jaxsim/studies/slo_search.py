@@ -28,8 +28,8 @@ def exploration(job: Job) -> Exploration:
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
     space = Space.of(job.server, search, job.baseline)
     sampled = job.replicates
-    seeds, count = len(sampled.requests), sampled.count
-    return Exploration(space, search, slo, job.evaluate(), seeds, count, sampled.drawable, job.shard)
+    seeds, count, tokens = len(sampled.requests), sampled.count, float(sampled.lengths.mean())
+    return Exploration(space, search, slo, job.evaluate(), seeds, count, sampled.drawable, job.shard, tokens)
 
 
 def search(job: Job, on_round: Callable[[Exploration], None] | None = None) -> Result:

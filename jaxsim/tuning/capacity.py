@@ -23,6 +23,7 @@ SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that
 EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
 EVENTS = 10  # jams that a missed share should rest on, at least
 AT_ONCE = 1 << 14  # simulations whose figures, 6 KB each, are held together until the search has entered them
+FULL = 0.8  # of the blocks in use: with more clients requests are preempted again and again
 LOOKS = 2  # rounds spent on the ends of an interval, at most
 
 
@@ -47,6 +48,7 @@ class CapacitySearch:
         guesses: Mapping[str, Sequence[float]] | None = None,  # [C] by kind, from an earlier search
         before: Sequence[Mapping[str, Found]] | None = None,  # [C], what was found under the first seeds, by kind
         drawable: Callable[[int], bool] = lambda count: True,  # whether there are runs of so many requests
+        request_tokens: float = 1.0,  # prompt and output of a request, mean
     ):
         self.candidates, self.seeds, self.count = candidates, seeds, count
         self.search, self.evaluate, self.limits = search, evaluate, limits(slo)
@@ -61,7 +63,7 @@ class CapacitySearch:
             guesses[kind] = [found[kind].interval.mean for found in before or ()]
         if search.concurrency or (search.load and "load" not in guesses):
             rungs = integer_ladder(max(1, count // 2), search.step)
-            start = guesses.get("clients", [candidate.max_num_seqs for candidate in candidates])
+            start = guesses.get("clients", [full(candidate, request_tokens) for candidate in candidates])
             self.states["clients"] = State(rungs, start, "clients" in guesses, count)
         if search.load and "load" in guesses:
             self._start_loads(guesses["load"], near=True)
@@ -214,6 +216,13 @@ class CapacitySearch:
             tried=state.figures[candidate],
             best=int(ladder.low[candidate]),
         )
+
+
+def full(candidate: Candidate, request_tokens: float) -> int:
+    """About how many clients fill a server: its seats or, if that is fewer, its blocks."""
+    engine = candidate.engine
+    assert engine is not None
+    return max(1, min(candidate.max_num_seqs, int(FULL * engine.num_gpu_blocks * engine.block_size / request_tokens)))
 
 
 class Choice(NamedTuple):

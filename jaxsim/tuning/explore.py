@@ -57,9 +57,10 @@ class Exploration:
         count: int,
         drawable: Callable[[int], bool] = lambda count: True,  # whether runs may be as long
         shard: Shard = WHOLE,
+        request_tokens: float = 1.0,  # prompt and output, mean
     ):
         self.space, self.search, self.slo, self.evaluate, self.drawable = space, search, slo, evaluate, drawable
-        self.shard = shard
+        self.shard, self.request_tokens = shard, request_tokens
         self.most = min(space.size, search.settings or space.size)  # settings that the strategy may propose
         if shard.count > 1 and search.strategy not in UNTOLD:
             allowed = f"must be null unless search.strategy is one of {', '.join(UNTOLD)}"
@@ -209,6 +210,7 @@ class Exploration:
                 self.evaluate,
                 before=[self.known[one].found for one in group] if have else None,
                 drawable=self.drawable,
+                request_tokens=self.request_tokens,
             )
             try:
                 while not capacity.done and not self.spent:
