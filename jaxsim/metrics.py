@@ -6,7 +6,6 @@ TPOT = (E2EL - TTFT) / (output tokens - 1). Simulations are read by their fields
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -295,7 +294,6 @@ def _slope(time: np.ndarray, values: np.ndarray) -> float:
     return float(centred @ (values - values.mean())) / square if square > 0 else 0.0
 
 
-@functools.cache
 def _itl_edges_ms() -> np.ndarray:
     return np.asarray(engine.itl_edges_s(), dtype=np.float64) * 1000
 

@@ -16,7 +16,7 @@ THEIR_OWN = ("max_num_seqs", "max_num_active_seqs", "num_gpu_blocks")
 
 
 def families(settings: Settings, caches: bool) -> dict[int, list[int]]:
-    """Settings that differ in nothing else, under the one of them with the most seats and of these the fewest blocks.
+    """Settings that differ in nothing else, under the one of them with the most seats and of these the most blocks.
 
     Static batches fill all seats, and the policy "priority" asks for blocks in other ways: such settings are alone.
     What a prefix cache holds depends on the blocks even where there are enough: with one they have to be equal.
@@ -31,7 +31,7 @@ def families(settings: Settings, caches: bool) -> dict[int, list[int]]:
         found.setdefault((id(requests), rest[id(engine)], id(cost), *loop, alone), []).append(i)
 
     def first(i: int) -> tuple[int, int]:
-        return -seats(settings.engine[i]), settings.engine[i].num_gpu_blocks
+        return -seats(settings.engine[i]), -settings.engine[i].num_gpu_blocks
 
     return {i: others for i, *others in (sorted(family, key=first) for family in found.values())}
 

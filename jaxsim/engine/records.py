@@ -147,7 +147,7 @@ def totals_of(
     )
 
 
-def used(engine: EngineConfig, kept: Statistics, iterations: int, duration_ps: int) -> dict[str, float]:
+def used(engine: EngineConfig, kept: Statistics, iterations: int, duration_ps: int) -> dict[str, Any]:
     """How much of its blocks and seats a setting used."""
     blocks = engine.num_gpu_blocks - 1
     return {

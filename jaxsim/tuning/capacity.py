@@ -54,7 +54,7 @@ class CapacitySearch:
         self.search, self.evaluate, self.limits = search, evaluate, limits(slo)
         self.most = max(count, search.max_num_requests or EXTENSION * count)
         self.drawable = drawable
-        self.rounds = self.simulations = 0
+        self.rounds = self.simulations = self.computed = 0
         # Simulations of a full round; later ones probe what is still open at several values to keep the lanes busy.
         self.width = 2 * len(candidates) * len(seeds)
         self.states: dict[str, State] = {}
@@ -96,10 +96,12 @@ class CapacitySearch:
         for some in (asked[first : first + batch] for first in range(0, len(asked), batch)):
             seeds = [self.seeds[state.known_seeds(probe) :] for state, probe in some]
             tasks = [self._task(*one, seed) for one, mine in zip(some, seeds, strict=True) for seed in mine]
-            outcomes = iter(self.evaluate(tasks, (lambda *_: on_done()) if on_done else None))
-            for (state, probe), mine in zip(some, seeds, strict=True):
-                told[id(state)][probe] = self._enter(state, probe, list(itertools.islice(outcomes, len(mine))))
+            outcomes = self.evaluate(tasks, (lambda *_: on_done()) if on_done else None)
             self.simulations += len(tasks)
+            self.computed += sum(outcome.computed for outcome in outcomes)
+            rest = iter(outcomes)
+            for (state, probe), mine in zip(some, seeds, strict=True):
+                told[id(state)][probe] = self._enter(state, probe, list(itertools.islice(rest, len(mine))))
         for state in self.states.values():
             self._tell(state, told[id(state)])
         if self.search.load and "load" not in self.states:
@@ -119,7 +121,8 @@ class CapacitySearch:
         together = state.joined(probe, runs, decisive(runs, self.limits))
         said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
         state.wanted[candidate].discard(rung)
-        rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
+        rows = [outcome.figures for outcome in runs]
+        rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for row in rows]))
         state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
         return together if said.passed else None
 
@@ -220,9 +223,8 @@ class CapacitySearch:
 
 def full(candidate: Candidate, request_tokens: float) -> int:
     """About how many clients fill a server: its seats or, if that is fewer, its blocks."""
-    engine = candidate.engine
-    assert engine is not None
-    return max(1, min(candidate.max_num_seqs, int(FULL * engine.num_gpu_blocks * engine.block_size / request_tokens)))
+    room = math.inf if candidate.capacity is None else FULL * candidate.capacity.tokens / request_tokens
+    return max(1, math.floor(min(candidate.max_num_seqs, room)))
 
 
 class Choice(NamedTuple):

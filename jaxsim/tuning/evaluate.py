@@ -29,6 +29,7 @@ class Outcome(NamedTuple):
 
     verdict: Verdict
     figures: dict[str, Any]  # see `figures.figures`
+    computed: bool = True  # False: known already, or that of another task to the last bit
 
 
 OnDone = Callable[[int, Outcome], None]  # index into the tasks
@@ -83,7 +84,7 @@ class Simulator:
         else:
             warmup = warmup_share(self.search.warmup, task.clients, len(simulation.prompt_len))
             row = figures(simulation, self.slo, warmup)
-        return Outcome(judge(row, self.slo, simulation.status), row)
+        return Outcome(judge(row, self.slo, simulation.status), row, computed=like is None)
 
     def _stretch(self, task: Task) -> float:
         return 1.0 if task.load_rps is None else self.replicates.stretch(task.seed, task.load_rps, task.count)

@@ -74,7 +74,7 @@ class Exploration:
         self.known: dict[Candidate, Known] = {}
         self.proposed: list[Candidate] = []  # in the order in which they came up
         self.tried: list[Candidate] = []  # those of the shard
-        self.simulations = self.rounds_done = 0
+        self.simulations = self.computed = self.rounds_done = 0
         self.capacity: CapacitySearch | None = None  # under way
         self.start = time.monotonic()
 
@@ -214,9 +214,10 @@ class Exploration:
             )
             try:
                 while not capacity.done and not self.spent:
-                    done = capacity.simulations
+                    before = capacity.simulations, capacity.computed
                     capacity.round(on_done)
-                    self.simulations += capacity.simulations - done
+                    self.simulations += capacity.simulations - before[0]
+                    self.computed += capacity.computed - before[1]
                     self.rounds_done += 1
                     self._record(capacity, have)
                     yield
