@@ -123,6 +123,7 @@ class CapacitySearch:
         state.wanted[candidate].discard(rung)
         rows = [outcome.figures for outcome in runs]
         rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for row in rows]))
+        rate *= self.candidates[candidate].instances
         state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
         return together if said.passed else None
 
