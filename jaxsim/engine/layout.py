@@ -73,6 +73,7 @@ class Limits:
     static: bool = False  # static batching
     asynchronous: bool = False  # async scheduling
     inflow: bool = False  # max_queued_requests is set somewhere
+    returns: bool = False  # and so is a number of clients: those that are turned away come again
     swap: bool = False  # preemption_mode="swap" somewhere
     priority: bool = False  # the policy "priority"
     fenced: bool = True  # store intermediate results: on CPUs
@@ -126,6 +127,11 @@ class Limits:
     def prefix(self) -> bool:
         """Whether blocks have an identity: prefix caching."""
         return self.segments > 0
+
+    @property
+    def loops(self) -> bool:
+        """Whether there may be clients that send their next request when the last one has ended."""
+        return self.returns if self.inflow else self.closed_loop
 
     @property
     def roster(self) -> bool:

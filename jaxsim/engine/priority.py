@@ -30,6 +30,7 @@ from jaxsim.engine.layout import (
     RANK,
     REQUEST,
     ROW,
+    Knobs,
     Limits,
     join_time,
     read,
@@ -56,7 +57,8 @@ class Queue(NamedTuple):
 class Turn(NamedTuple):
     """Whom the policy puts first in a step."""
 
-    enters: jax.Array  # bool: the next request to arrive joins the queue
+    arrives: jax.Array  # bool: the next request to arrive has come
+    enters: jax.Array  # bool: it joins the queue; with Limits.inflow it may be rejected
     more_enter: jax.Array  # bool: and the one after it has arrived as well
     entrant_rank: jax.Array
     entrant_class: jax.Array
@@ -130,6 +132,7 @@ def highest(memory: jax.Array, words: int, tops: jax.Array) -> jax.Array:
 
 def turn(
     limits: Limits,
+    knobs: Knobs,
     queue: Queue,
     memory: jax.Array,
     active: jax.Array,
@@ -139,7 +142,9 @@ def turn(
     arrives_next_ps: jax.Array,
 ) -> Turn:
     """`entrant` is the next request to enter, which arrives at `arrives_ps`; the one after it at `arrives_next_ps`."""
-    enters = active & (arrives_ps <= look_ps)
+    arrives = enters = active & (arrives_ps <= look_ps)
+    if limits.inflow:
+        enters = arrives & (queue.queued < knobs.queue_limit)
     mine = ticket(limits, memory, entrant)
     before = jnp.maximum(mine[PREVIOUS], 0)
     words = read(memory, limits.arrivals + 2 * before, 2)
@@ -151,8 +156,9 @@ def turn(
     victim_class = highest(memory, limits.class_words, queue.classes)
     victim = read_cell(memory, limits.places + jnp.maximum(victim_class, 0) * PLACE + OLDEST)
     return Turn(
+        arrives=arrives,
         enters=enters,
-        more_enter=jnp.where(enters, arrives_next_ps, arrives_ps) <= look_ps,
+        more_enter=jnp.where(arrives, arrives_next_ps, arrives_ps) <= look_ps,
         entrant_rank=mine[RANK],
         entrant_class=entrant_class,
         head=head,
@@ -161,6 +167,16 @@ def turn(
         victim=jnp.where(victim_class == NONE, NONE, victim),
         victim_class=victim_class,
     )
+
+
+def queued(limits: Limits, memory: np.ndarray) -> np.ndarray:
+    """Which requests are in the queue, on the host; [N] bool in order of arrival."""
+    words = memory[limits.waiting_words : limits.class_words].view(np.uint32)
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    places = memory[limits.places : limits.waiting_words].reshape(-1, PLACE)
+    result = np.zeros(limits.requests, bool)
+    result[places[np.flatnonzero(bits.reshape(-1)), REQUEST]] = True
+    return result
 
 
 def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, look: Any, p: Any, a: Any) -> Marks:
@@ -194,7 +210,7 @@ def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, lo
     cells = [
         (changes, cell, changed),
         (who.enters & ~same, entry, entered),
-        (who.enters, limits.tickets + entrant * limits.ticket + CLASS, who.entrant_class),
+        (who.arrives, limits.tickets + entrant * limits.ticket + CLASS, who.entrant_class),
         (moves, word, left),
         (p.pops | (a.admits & alone), place + OLDEST, jnp.where(a.admits, joiner, below)),
         (a.admits, place + NEWEST, joiner),

@@ -40,6 +40,9 @@ class Look(NamedTuple):
 
     active: jax.Array  # bool
     finishes: jax.Array  # bool: `leaver` is finished
+    returns: jax.Array  # bool: a client sends its next request
+    waits: Any  # bool, with Limits.inflow: others are to come, or to be judged, before anything is scheduled
+    judged_ps: Any  # int64, with Limits.returns: arrival of the first request that is not judged yet
     leaver: jax.Array  # a finished request, else the one to preempt if need be, or NONE
     gone: jax.Array  # [ROW], its row
     prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress
@@ -149,6 +152,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     more_finish = finishes & (gone[NEXT] != NONE)
     # The last finish and pass 1 are one step, unless its blocks have to come back through the prefix cache first.
     waits = finishes if limits.prefix and not limits.asynchronous else more_finish
+    if look.waits is not None:
+        waits = waits | look.waits
     scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
     finished_blocks = blocks_for(finished_context, knobs.block_size)
@@ -374,7 +379,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     joins = head_complete | p.prompt_complete
 
     if limits.priority:
-        from_preempted, from_fresh = admits & (row[PREEMPTIONS] > 0), look.turn.enters
+        from_preempted, from_fresh = admits & (row[PREEMPTIONS] > 0), look.turn.arrives
         preempted_head = p.preempted_head
         queued = queued - count(admits) + count(p.preempts)
     else:
@@ -398,7 +403,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         hits = Hits(hit, late, no, jnp.int32(0), no)
     inflow: Any = None
     fresh_head = s.fresh_head + count(from_fresh)
-    if limits.inflow:
+    if limits.inflow and not limits.priority:
         inflow = look.gate.queue._replace(waiting=look.gate.queue.waiting - count(from_fresh))
         fresh_head = jnp.where(from_fresh, look.gate.next, look.gate.head)
     if limits.prefix:

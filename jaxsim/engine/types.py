@@ -150,11 +150,11 @@ class EngineConfig:
             raise ConfigError("engine.num_cpu_blocks", self.num_cpu_blocks, f"must be from 0 to {LARGEST - 1}")
         barred: dict[str, dict[str, Any]] = {}
         if self.preemption_mode == "swap":
-            barred["preemption_mode"] = {"async_scheduling": True, "enable_prefix_caching": True}
+            barred["preemption_mode"] = {"async_scheduling": True, "enable_prefix_caching": True, "policy": "priority"}
         if self.max_queued_requests is not None:
             barred["max_queued_requests"] = {}
         for key, others in barred.items():
-            for other, value in {**others, "policy": "priority", "batching": "static"}.items():
+            for other, value in {**others, "batching": "static"}.items():
                 if getattr(self, other) == value:
                     allowed = f"is not modelled together with {other}={str(value).lower()}"
                     raise ConfigError(f"engine.{key}", getattr(self, key), allowed)

@@ -117,8 +117,8 @@ class CapacitySearch:
         together = state.joined(probe, runs, decisive(runs, self.limits))
         said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
         state.wanted[candidate].discard(rung)
-        rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for _, row in runs]))
-        state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
+        rates = [(row["num_prompts"] - row["rejected"]) / max(row["duration_s"], 1e-9) for _, row in runs]
+        state.throughput_rps[candidate] = max(state.throughput_rps[candidate], float(np.mean(rates)))
         return together if said.passed else None
 
     def _tell(self, state: State, together: Mapping[Probe, list[Outcome] | None]) -> None:
