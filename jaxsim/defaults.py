@@ -74,7 +74,6 @@ def resolve(flags: EngineSettings) -> Resolved:
     defaults = {key: Default(value, source) for key, value in version.flags.items() if getattr(flags, key) is None}
     swaps = flags.preemption_mode == "swap"
     barred = {
-        "async_scheduling": (True, False, "preemption_mode=swap" if swaps else ""),
         "enable_prefix_caching": (True, False, "preemption_mode=swap" if swaps else ""),
         "self_preemption": ("ends", "continues", "policy=priority" if flags.policy == "priority" else ""),
     }

@@ -56,10 +56,9 @@ PLAIN, RICH = Kind(False, False), Kind(True, True)
 ASYNC_PLAIN, ASYNC_RICH = (kind._replace(asynchronous=True) for kind in (PLAIN, RICH))
 KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH
 PRIORITY_KINDS = tuple(kind._replace(priority=True) for kind in KINDS)
-LOOP_KINDS = tuple(kind._replace(inflow=True, returns=True) for kind in (PLAIN, ASYNC_RICH, PRIORITY_KINDS[1]))
-INFLOW_KINDS = *LOOP_KINDS, PRIORITY_KINDS[2]._replace(inflow=True)
-SWAP_KINDS = tuple(kind._replace(swap=True) for kind in (PLAIN, RICH))
-RELIEF_KINDS = *INFLOW_KINDS, *SWAP_KINDS, RICH._replace(inflow=True, swap=True)
+SWAP_KINDS = tuple(kind._replace(swap=True) for kind in (PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH, PRIORITY_KINDS[1]))
+LOOP_KINDS = tuple(kind._replace(inflow=True, returns=True) for kind in (PLAIN, *SWAP_KINDS[-2:]))
+RELIEF_KINDS = *LOOP_KINDS, PRIORITY_KINDS[2]._replace(inflow=True), *SWAP_KINDS[:3]
 PRIORITY_PLAIN, PRIORITY_RICH = PRIORITY_KINDS[:2]
 
 

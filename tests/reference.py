@@ -14,6 +14,8 @@ Where the rules leave room, this is what is meant:
   still produce.
 - In static batching a request is first scheduled when its own first chunk is, admitted when its batch starts.
 - max_iters bounds the number of rows (zero-duration rows included); a run that needs more is TRUNCATED.
+- A victim's tokens whose KV goes to CPU memory are those of all iterations scheduled before, the one in flight among
+  them. One that the iteration in flight ends is not swapped: it only waits for its last token.
 - A client that max_queued_requests turns away hears of it at the end of the iteration that this schedule() call
   schedules; if that is none, at the end of the one in flight or, without one, at once. Then it thinks and comes again
   with the next request, as after an answer.
@@ -206,7 +208,8 @@ class Continuous:
 
     def sort(self) -> None:
         if self.by_priority:
-            self.waiting = deque(sorted(self.waiting, key=lambda r: (r.priority, r.arrival, r.rid)))
+            key = lambda r: (r.priority, r.arrival, r.rid)  # noqa: E731
+            self.waiting, self.swapped = deque(sorted(self.waiting, key=key)), deque(sorted(self.swapped, key=key))
 
     def schedule(self, clock: int) -> Step:
         step, budget, threshold = Step(), self.engine.max_num_batched_tokens, self.threshold()
@@ -341,7 +344,7 @@ class Continuous:
         self.release(victim)
         victim.preemptions += 1
         blocks = self.blocks(victim.computed)
-        if self.swaps and 0 < blocks <= self.cpu_free:
+        if self.swaps and not victim.ends_in_flight and 0 < blocks <= self.cpu_free:
             self.cpu_free -= blocks
             self.moved += blocks
             victim.swapped = victim.computed

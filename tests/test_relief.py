@@ -8,7 +8,19 @@ import reference
 from agreement import agree, agree_in_a_batch, agree_row_by_row, records
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_cases import LOOP_KINDS, MS, PLAIN, RELIEF_KINDS, RICH, batch_of, case_of, run_batch, small, with_shape
+from random_cases import (
+    LOOP_KINDS,
+    MS,
+    PLAIN,
+    RELIEF_KINDS,
+    RICH,
+    Kind,
+    batch_of,
+    case_of,
+    run_batch,
+    small,
+    with_shape,
+)
 
 from jaxsim.engine import CostTable, EngineConfig, Simulation
 from jaxsim.errors import ConfigError
@@ -36,13 +48,18 @@ def test_oracle_row_by_row(data):
 def engine_on(case: reference.Case) -> Simulation:
     engine = case.engine
     rejects, swaps = engine.max_queued_requests is not None, engine.preemption_mode == "swap"
-    kind = PLAIN._replace(inflow=rejects, returns=rejects, swap=swaps)
+    kind = PLAIN._replace(inflow=rejects, returns=rejects, swap=swaps, asynchronous=engine.async_scheduling)
     return run_batch([case], kind)[0]
 
 
-def both(case: reference.Case):
+URGENT_KIND = LOOP_KINDS[2]  # a program that the random cases have compiled
+URGENT: Any = {"policy": "priority", "preemption_mode": "swap"}
+
+
+def both(case: reference.Case, kind: Kind | None = None):
     """The oracle's result, with which the engine agrees, and the engine's."""
-    result, simulation = reference.simulate(case), engine_on(case)
+    result = reference.simulate(case)
+    simulation = engine_on(case) if kind is None else run_batch([case], kind)[0]
     agree(case, simulation, result)
     return result, simulation
 
@@ -86,10 +103,8 @@ def test_clients_of_a_server_that_never_serves_run_out_of_requests():
 
 def test_nobody_who_waits_makes_way_for_a_more_urgent_one():
     """1 and 2 come while 0 has the only seat: the queue of one is full when 2, the most urgent, is judged."""
-    case = small([(0, 1, 3), (1, 1, 1), (1, 1, 1)], max_num_seqs=1, max_queued_requests=1, policy="priority")
-    case = case._replace(priorities=[1, 1, 0])
-    result, simulation = reference.simulate(case), run_batch([case], LOOP_KINDS[2])[0]
-    agree(case, simulation, result)
+    case = small([(0, 1, 3), (1, 1, 1), (1, 1, 1)], max_num_seqs=1, max_queued_requests=1, **URGENT)
+    simulation = both(case._replace(priorities=[1, 1, 0]), URGENT_KIND)[1]
     assert simulation.rejected.tolist() == [False, False, True] and simulation.finish_ps[1] == 4 * MS
 
 
@@ -116,7 +131,10 @@ def tight(**changes) -> reference.Case:
 
 
 def swapping(blocks: int, **prices) -> reference.Case:
-    case = tight(preemption_mode="swap", num_cpu_blocks=blocks)
+    return priced(tight(preemption_mode="swap", num_cpu_blocks=blocks), **prices)
+
+
+def priced(case: reference.Case, **prices) -> reference.Case:
     return case._replace(cost=replace(case.cost, **prices))
 
 
@@ -164,12 +182,40 @@ def test_swapped_requests_come_back_before_recomputed_ones():
     assert order[3] == 2 and simulation.recomputed_tokens[1] > 0
 
 
+AHEAD: Any = {"preemption_mode": "swap", "async_scheduling": True}
+
+
+def test_the_tokens_of_the_iteration_in_flight_are_swapped_as_well():
+    """Request 1 is driven out while its fourth token is being computed: with three blocks of CPU memory it is lost."""
+    for blocks, lost in ((3, 4), (4, 0)):
+        case = priced(tight(**AHEAD, num_cpu_blocks=blocks), swap_token_ps=MS // 8)
+        simulation = both(case)[1]
+        assert simulation.num_preemptions.tolist() == [0, 1] and simulation.recomputed_tokens.tolist() == [0, lost]
+        # The first four iterations are under way when it goes; the one after them waits for the copy.
+        assert simulation.finish_ps[0] == 7 * MS + (4 - lost) * MS // 8
+
+
+def test_a_victim_whose_last_token_is_in_flight_is_not_copied():
+    case = small([(0, 1, 7), (0, 3, 3)], max_num_batched_tokens=8, num_cpu_blocks=100, **AHEAD)
+    simulation = both(priced(case, swap_token_ps=MS // 8))[1]
+    assert simulation.num_preemptions.tolist() == [0, 1] and simulation.finish_ps.tolist() == [7 * MS, 3 * MS]
+
+
+def test_a_swapped_request_comes_back_before_more_urgent_ones_that_wait():
+    """2 comes when 1 is in CPU memory, and a block for it is free."""
+    case = small([(0, 1, 7), (0, 2, 5), (4, 1, 1)], max_num_batched_tokens=8, num_cpu_blocks=100, **URGENT)
+    case = case._replace(priorities=[0, 2, 1], engine=replace(case.engine, max_queued_requests=10))
+    result, simulation = both(case, URGENT_KIND)
+    assert [rid for row in result.iters for rid in row[11][::2]] == [0, 1, 1, 2]
+    assert simulation.num_preemptions.tolist() == [0, 1, 0] and not simulation.recomputed_tokens.any()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         (
-            {"preemption_mode": "swap", "async_scheduling": True},
-            "preemption_mode=swap: is not modelled together with as",
+            {"preemption_mode": "swap", "enable_prefix_caching": True},
+            "preemption_mode=swap: is not modelled together with en",
         ),
         ({"preemption_mode": "drop"}, "preemption_mode=drop: must be recompute or swap"),
         ({"max_queued_requests": 0}, "max_queued_requests=0: must be an integer from 1"),

@@ -111,8 +111,13 @@ class Limits:
         return self.places + self.requests * PLACE
 
     @property
+    def ahead(self) -> int:
+        """Positions of swapped requests in the queue of the policy "priority", ahead of those of waiting ones."""
+        return self.requests if self.swap else 0
+
+    @property
     def class_words(self) -> int:
-        return self.waiting_words + self.requests // 32
+        return self.waiting_words + (self.ahead + self.requests) // 32
 
     @property
     def sinks(self) -> int:

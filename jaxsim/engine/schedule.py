@@ -360,7 +360,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         hit = hit_blocks * knobs.block_size
     swapped: Any = jnp.bool_(False)
     if limits.swap:
-        swapped = s.swap.head != NONE
+        swapped = look.turn.head_position < limits.ahead if limits.priority else s.swap.head != NONE
         hit = jnp.where(swapped, row[SWAPPED], 0)
     computed = limits.prefix or limits.swap
     needed = known - hit if computed else known

@@ -150,7 +150,7 @@ class EngineConfig:
             raise ConfigError("engine.num_cpu_blocks", self.num_cpu_blocks, f"must be from 0 to {LARGEST - 1}")
         barred: dict[str, dict[str, Any]] = {}
         if self.preemption_mode == "swap":
-            barred["preemption_mode"] = {"async_scheduling": True, "enable_prefix_caching": True, "policy": "priority"}
+            barred["preemption_mode"] = {"enable_prefix_caching": True}
         if self.max_queued_requests is not None:
             barred["max_queued_requests"] = {}
         for key, others in barred.items():
