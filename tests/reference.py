@@ -16,6 +16,8 @@ Where the rules leave room, this is what is meant:
 - max_iters bounds the number of rows (zero-duration rows included); a run that needs more is TRUNCATED.
 - A victim's tokens whose KV goes to CPU memory are those of all iterations scheduled before, the one in flight among
   them. One that the iteration in flight ends is not swapped: it only waits for its last token.
+- Blocks that a swapped request leaves on the GPU keep their keys until they are taken, and it may find them when it
+  comes back: what it finds need not be copied.
 - A client that max_queued_requests turns away hears of it at the end of the iteration that this schedule() call
   schedules; if that is none, at the end of the one in flight or, without one, at once. Then it thinks and comes again
   with the next request, as after an answer.
@@ -269,7 +271,7 @@ class Continuous:
             if request is None:
                 break
             hits = self.lookup(request)
-            hit = len(hits) * self.engine.block_size + request.swapped
+            hit = max(len(hits) * self.engine.block_size, request.swapped)
             n = self.chunk(request.known - hit, threshold)
             if n > budget and not self.engine.enable_chunked_prefill:
                 break
@@ -279,7 +281,7 @@ class Continuous:
                 break
             if self.blocks(hit + n) - len(hits) > spare:
                 break
-            self.leave_queue(request)
+            self.leave_queue(request, len(hits))
             self.running.append(request)
             step.admitted.append((request, hit, len(hits) * self.engine.block_size))
             request.computed, request.hashed = hit, len(hits)
@@ -290,11 +292,12 @@ class Continuous:
             budget -= n
         return budget
 
-    def leave_queue(self, request: Request) -> None:
+    def leave_queue(self, request: Request, hits: int) -> None:
         if request.swapped:
             self.swapped.remove(request)
-            self.cpu_free += self.blocks(request.swapped)
-            self.moved += self.blocks(request.swapped)
+            blocks = self.blocks(request.swapped)
+            self.cpu_free += blocks
+            self.moved += max(blocks - hits, 0)
             request.swapped = 0
         else:
             self.waiting.remove(request)
@@ -310,7 +313,7 @@ class Continuous:
         if len(self.running) >= self.cap:
             return "seats"
         head = self.queue[0]
-        hit = len(self.lookup(head)) * self.engine.block_size + head.swapped
+        hit = max(len(self.lookup(head)) * self.engine.block_size, head.swapped)
         n = self.chunk(head.known - hit, threshold)
         if budget == 0 or (n > budget and not self.engine.enable_chunked_prefill):
             return "budget"

@@ -213,6 +213,7 @@ def test_a_swapped_request_comes_back_before_more_urgent_ones_that_wait():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"preemption_mode": "swap", "batching": "static"}, "preemption_mode=swap: is not modelled together with bat"),
         (
             {"preemption_mode": "swap", "enable_prefix_caching": True},
             "preemption_mode=swap: is not modelled together with en",

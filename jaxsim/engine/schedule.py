@@ -350,7 +350,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
     hit: Any = 0
-    hit_blocks: Any = 0
+    hit_blocks: Any = None
     idle_blocks: Any = 0
     looks: Any = None
     if limits.prefix:
@@ -361,7 +361,8 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     swapped: Any = jnp.bool_(False)
     if limits.swap:
         swapped = look.turn.head_position < limits.ahead if limits.priority else s.swap.head != NONE
-        hit = jnp.where(swapped, row[SWAPPED], 0)
+        stored = jnp.where(swapped, row[SWAPPED], 0)
+        hit = jnp.maximum(hit, stored) if limits.prefix else stored
     computed = limits.prefix or limits.swap
     needed = known - hit if computed else known
     wanted = cut(needed, p.threshold)
@@ -437,7 +438,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         hits=hits,
         queued=queued,
         inflow=inflow,
-        swap=swapping.back(knobs, p.swap, row, admits & swapped) if limits.swap else None,
+        swap=swapping.back(knobs, p.swap, row, admits & swapped, hit_blocks) if limits.swap else None,
     )
 
 
