@@ -18,6 +18,7 @@ Settings = TypeVar("Settings")
 
 HIGHEST = 1e9  # of any number without a bound of its own: products of a few stay far from the end of a float or int64
 MOST_TOKENS = 2**22 - 1  # scheduled in one iteration: the cost table has an entry for each number of tokens
+MOST_INSTANCES = 256  # as many times the requests of one are drawn
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class EngineSettings:
     block_size: int = integer(16, high=1024)
     num_gpu_blocks_override: int | None = integer(None, low=2, optional=True)
     tensor_parallel_size: int = integer(1, high=1024)
+    instances: int = integer(1, high=MOST_INSTANCES)
     enable_chunked_prefill: bool = flag(True)
     long_prefill_token_threshold: int = integer(0, low=0)
     long_prefill_token_threshold_adaptive: bool = flag(False)
@@ -179,6 +181,7 @@ class SearchSettings:
     gpu_memory_utilization: tuple[float, ...] | None = number(None, above=True, high=1, many="range", optional=True)
     block_size: tuple[int, ...] | None = integer(None, high=1024, many="range", optional=True)
     tensor_parallel_size: tuple[int, ...] | None = integer(None, high=1024, many="range", optional=True)
+    instances: tuple[int, ...] | None = integer(None, high=MOST_INSTANCES, many="range", optional=True)
     enable_chunked_prefill: tuple[bool, ...] | None = flag(None, many="list", optional=True)
     long_prefill_token_threshold: tuple[int, ...] | None = integer(None, low=0, many="range", optional=True)
     watermark: tuple[float, ...] | None = number(None, high=1, many="range", optional=True)

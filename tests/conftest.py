@@ -53,10 +53,15 @@ def few_programs() -> Iterator[None]:
         jax.clear_caches()
 
 
-@pytest.fixture(scope="session")
-def compiled_engines(tmp_path_factory) -> Path:
-    """A compilation cache for the processes that a session starts."""
-    return tmp_path_factory.mktemp("xla")
+@pytest.fixture(scope="session", autouse=True)
+def compiled_engines(tmp_path_factory, worker_id) -> Path:
+    """A compilation cache for this session: its workers, and the processes that they start."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root if worker_id == "master" else root.parent) / "xla"
+    folder.mkdir(exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    return folder
 
 
 @pytest.fixture

@@ -398,6 +398,9 @@ def test_static_vs_continuous_shows_where_the_ratio_is_one_and_where_not(run, tm
     # The longest of 32 outputs holds the batch: the fewer slots are in use, the larger the ratio.
     assert float(mixed[-1]["throughput_ratio"]) > float(equal[-1]["throughput_ratio"])
     assert summary["largest_ratio"] == pytest.approx(max(float(row["throughput_ratio"]) for row in rows))
+    code, out, err = run("+sweep=static_vs_continuous", "tracking=disabled", "hydra.run.dir=again", *SMALL)
+    assert code == 0 and ", 0 added" in out, err
+    assert results(tmp_path / "again")[1] == rows
 
 
 def test_prefix_cache_gains_where_prompts_share_and_only_there(run, tmp_path):
@@ -418,6 +421,9 @@ def test_prefix_cache_gains_where_prompts_share_and_only_there(run, tmp_path):
     assert float(shared["saved_mean_ttft_ms"]) > 0 and float(shared["peak_throughput_ratio"]) > 1
     assert alone["off_p99_ttft_ms"] == shared["off_p99_ttft_ms"]
     assert 0 < float(shared["prefix_cache_hit_rate"]) <= float(shared["infinite_hit_rate"])
+    code, out, err = run("+sweep=prefix_cache", "hydra.run.dir=again", *words, *SMALL)
+    assert code == 0 and ", 0 added" in out, err
+    assert results(tmp_path / "again")[1] == rows
 
 
 def test_prefix_cache_takes_traces_with_hash_ids_only(run, tmp_path):

@@ -13,7 +13,7 @@ from test_search import simulation
 import jaxsim
 from jaxsim.engine import AffineCost, EngineConfig, Requests
 from jaxsim.errors import ConfigError
-from jaxsim.settings import LauncherSettings, RuntimeSettings, SearchSettings, SloSettings
+from jaxsim.settings import EngineSettings, LauncherSettings, RuntimeSettings, SearchSettings, SloSettings
 from jaxsim.tuning import cluster as subject
 from jaxsim.tuning.cluster import Cluster, launched
 from jaxsim.tuning.evaluate import Simulator, Task
@@ -35,18 +35,21 @@ pytestmark = pytest.mark.filterwarnings("default")  # Ray warns of its own
 
 
 def simulator(**more: Any) -> Simulator:
-    rng = np.random.default_rng(1)
-    requests = [
-        Requests(np.cumsum(rng.exponential(0.1, 50)), rng.integers(1, 90, 50), rng.integers(1, 60, 50))
-        for _ in range(2)
-    ]
-    return Simulator(Replicates(requests, [10.0, 10.0], [0, 0]), SloSettings(), SearchSettings(), 4, **more)
+    def draw(place: int, count: int) -> tuple[Requests, float]:
+        rng = np.random.default_rng(place)
+        gaps, sizes = rng.exponential(0.1, count), (rng.integers(1, most, count) for most in (90, 60))
+        return Requests(np.cumsum(gaps), *sizes), 10.0
+
+    requests = [draw(place, 50)[0] for place in range(2)]
+    return Simulator(Replicates(requests, [10.0, 10.0], [0, 0], draw), SloSettings(), SearchSettings(), 4, **more)
 
 
 def tasks(count: int) -> list[Task]:
     cost = FixedCost(AffineCost(5e-3, 5e-5, 2e-5, 1e-8).table(64, 8))
-    engines = [EngineConfig(seats, 64, 99, 200) for seats in (2, 8)]
-    candidates = [Candidate({"max_num_seqs": engine.max_num_seqs}, engine, None, cost=cost) for engine in engines]
+    candidates = [
+        Candidate({"max_num_seqs": seats}, EngineConfig(seats, 64, 99, 200), None, EngineSettings(instances=many), cost)
+        for seats, many in ((2, 1), (8, 2))
+    ]
     return [Task(candidates[i % 2], i // 2 % 2, load_rps=1.0 + i) for i in range(count)]
 
 

@@ -1,6 +1,7 @@
 """The search over settings, on stand-ins whose capacities are known; the Pareto front; the Python API."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ class StandIn:
         return outcomes
 
 
-def explored(baseline=None, seeds=6, **settings):
+def explored(baseline: Any = None, seeds: int = 6, **settings: Any):
     search = SearchSettings(**{"max_num_seqs": SEATS, "max_num_batched_tokens": TOKENS} | settings)
     evaluate = StandIn()
     exploring = Exploration(space(search, baseline), search, SloSettings(), evaluate, seeds, 100)
@@ -131,12 +132,19 @@ def test_the_baseline_is_compared_and_never_chosen():
     assert len(exploring.known[baseline].seeds) == len(exploring.known[chosen(exploring)].seeds)
 
 
-def test_settings_compare_by_gpu():
-    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), tensor_parallel_size=(1, 2))
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "instances"])
+def test_settings_compare_by_gpu(key):
+    searched: dict[str, Any] = {key: (1, 2)}
+    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), **searched)
     one, two = exploring.proposed
-    assert two.gpus == 2 and one.cost is not two.cost
+    assert two.gpus == 2 and (one.cost is two.cost) == (key == "instances")
     assert exploring.score(one) == pytest.approx(exploring.score(two), rel=0.03)
     assert exploring.known[two].found["load"].interval.mean == pytest.approx(2 * exploring.score(two))
+
+
+def test_clients_of_each_instance_compare_by_its_gpus():
+    exploring, _ = explored(max_num_seqs=(64,), max_num_batched_tokens=(2048,), instances=(1, 2), load=False)
+    assert [exploring.score(one) for one in exploring.proposed] == [40, 40]
 
 
 def test_any_key_reaches_the_engine():

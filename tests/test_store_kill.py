@@ -68,7 +68,8 @@ def counts(out: str) -> tuple[int, int]:
     return int(found.replace(",", "")), int(added.replace(",", ""))
 
 
-def test_killed_at_random_moments_it_ends_with_the_same_results(tmp_path):
+def test_killed_at_random_moments_it_ends_with_the_same_results(tmp_path, monkeypatch, compiled_engines):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_engines))
     finish(start(tmp_path, "undisturbed", "store.path=null"))
     expected = results(tmp_path / "undisturbed")
     simulations = expected[0]["simulations"] + 8 * 4  # with the curve: loads and seeds

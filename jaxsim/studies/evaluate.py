@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsim.engine import Cost, EngineConfig, simulate
+from jaxsim.engine import simulate
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval
 from jaxsim.results import terminal
@@ -16,6 +16,7 @@ from jaxsim.settings import EvaluateSettings
 from jaxsim.studies.job import Job
 from jaxsim.tuning.evaluate import Outcome, Task
 from jaxsim.tuning.figures import limited_by, over_seeds, percentiles
+from jaxsim.tuning.space import Candidate
 
 LATENCIES = ("ttft", "tpot", "e2el")  # drawn against the load
 HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate")
@@ -71,7 +72,7 @@ def run(job: Job) -> None:
     tables = {"candidates": [{name: value for name, value in row.items() if name != "ci95"} for row in rows]}
     try:
         if asked.series and not interrupted:
-            tables["series"] = _series(job, candidate.engine, cost, key, points)
+            tables["series"] = _series(job, candidate, key, points)
     except KeyboardInterrupt:
         interrupted = True
     summary = {
@@ -95,17 +96,18 @@ def run(job: Job) -> None:
         raise KeyboardInterrupt
 
 
-def _series(job: Job, engine: EngineConfig, cost: Cost, key: str, points: Sequence[float]) -> list[dict[str, float]]:
+def _series(job: Job, candidate: Candidate, key: str, points: Sequence[float]) -> list[dict[str, float]]:
     """A row per iteration of the first seed at each point."""
+    assert candidate.engine is not None and candidate.cost is not None
     rows = []
     for point in points:
         clients = int(point) if key == "clients" else None
-        stretch = 1.0 if clients else job.replicates.stretch(0, point)
+        stretch = 1.0 if clients else job.replicates.stretch(0, point, instances=candidate.instances)
         think_time_s = job.search.think_time_s
         run = simulate(
-            job.replicates.requests[0],
-            engine,
-            cost,
+            job.replicates.of(0, instances=candidate.instances),
+            candidate.engine,
+            candidate.cost,
             clients=clients,
             stretch=stretch,
             think_time_s=think_time_s,

@@ -11,7 +11,6 @@ from rich.console import Console
 
 from jaxsim import settings as schema
 from jaxsim.defaults import lines
-from jaxsim.engine.width import steady
 from jaxsim.errors import ConfigError
 from jaxsim.results.files import plain, unwritable, write_csv, write_json
 from jaxsim.results.store import open_store
@@ -93,20 +92,19 @@ class Job:
     def runtime(self) -> RuntimeSettings:
         return self.groups["runtime"]
 
-    @property
-    def lanes(self) -> int:
-        """Simulations that each device steps together."""
-        return steady(self.runtime.lanes)
+    def evaluate(self, sampled: Replicates | None = None) -> Evaluate:
+        """Carries simulations out, but those that the store holds; `sampled` are other requests than the job's own.
 
-    def evaluate(self) -> Evaluate:
-        """Carries simulations out, but those that the store holds. Raises `ConfigError` for a store of no use."""
-        simulator = Simulator(self.replicates, self.slo, self.search, self.runtime.lanes)
+        Raises `ConfigError` for a store of no use.
+        """
+        sampled = sampled or self.replicates
+        simulator = Simulator(sampled, self.slo, self.search, self.runtime.lanes)
         carried_out = launched(self.groups["launcher"], self.runtime, simulator)
         store = open_store(self.groups["store"])
         if store is None:
             return carried_out
         about = {"model": self.server.model.name, "hardware": self.server.hardware.name}
-        self.stored = StoredEvaluate(carried_out, store, Keys(self.replicates, self.slo, self.search), about)
+        self.stored = StoredEvaluate(carried_out, store, Keys(sampled, self.slo, self.search), about)
         return self.stored
 
     @property
@@ -174,7 +172,8 @@ class Job:
         """What is simulated, in one line."""
         server, sampled = self.server, self.replicates
         gpus = f"{server.flags.tensor_parallel_size} x " if server.flags.tensor_parallel_size > 1 else ""
-        text = f"{server.model.name} on {gpus}{server.hardware.name}"
+        text = f"{server.flags.instances} instances of " if server.flags.instances > 1 else ""
+        text += f"{server.model.name} on {gpus}{server.hardware.name}"
         text += f", {len(sampled.requests)} seeds of {sampled.count} requests"
         lost = max(sampled.dropped)
         return text + (f", up to {lost} a seed dropped (max_model_len={server.max_model_len})" if lost else "")

@@ -2,21 +2,21 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxsim.engine import EngineConfig, Requests, Simulation, simulate_many
 from jaxsim.errors import ConfigError
 from jaxsim.metrics import Interval, paired_interval, t_interval
 from jaxsim.results import terminal
 from jaxsim.settings import PrefixCacheSettings, show
 from jaxsim.studies.job import Job
-from jaxsim.tuning.figures import figures
-from jaxsim.tuning.replicates import Replicates, replicates
+from jaxsim.tuning.evaluate import Task
+from jaxsim.tuning.replicates import Replicates, joined, replicates
 from jaxsim.workload import reusable_share, workload_from_config
 
-SATURATION_RPS = 1e4
+SATURATION_RPS = 1e4  # of each instance
 LOAD = 0.8  # of the least throughput under saturation without the cache, in the largest pool
 POOLS = (1 / 16, 1 / 4, 1)  # of the blocks that the GPU holds
 HIT_RATES = ("prefix_cache_hit_rate", "prefix_cache_hit_rate_warm", "mean_request_hit_rate", "median_request_hit_rate")
@@ -26,6 +26,7 @@ COMPARED = ("mean_ttft_ms", "p50_ttft_ms", "p95_ttft_ms", "p99_ttft_ms", "reques
 class Variant(NamedTuple):
     """One workload of the study; `key` names the one that costs the same without a cache."""
 
+    place: int  # among those of the study
     label: dict[str, float]
     key: Any
     sampled: Replicates
@@ -55,16 +56,18 @@ def run(job: Job) -> None:
     seqs, tokens = job.server.batch_defaults()
     pools = _pools(job, asked, seqs, tokens)
     every = _variants(job, asked)
-    engines = {
-        (pool, on): job.server.candidate(seqs, tokens, num_gpu_blocks=pool, enable_prefix_caching=on).engine
-        for pool, on in itertools.product(pools, (False, True))
-    }
     points = {
         point.key: point
         for point in itertools.starmap(Point, itertools.product(every, pools, (False, True)))
     }  # fmt: skip
     cost = job.server.cost(tokens, seqs)
-    seeds = len(job.replicates.requests)
+    candidates = {}
+    for key, point in points.items():
+        changes = {"num_gpu_blocks": point.pool, "enable_prefix_caching": point.caching}
+        made = job.server.candidate(seqs, tokens, **changes)
+        candidates[key] = replace(made, setting={**made.setting, **point.variant.label, **changes}, cost=cost)
+    evaluate = job.evaluate(joined([variant.sampled for variant in every]))
+    seeds, instances = len(job.replicates.requests), job.server.flags.instances
     tracking = job.track()
     job.console.print(f"{job.title()}, {len(every)} workloads, {len(pools)} pools, the cache on and off")
     job.say_defaults()
@@ -75,34 +78,23 @@ def run(job: Job) -> None:
 
         def simulate(load_rps: float) -> dict[tuple, list[dict[str, Any]]]:
             """Figures of every seed for each point."""
-            jobs = [(point, seed) for point in points.values() for seed in range(seeds)]
-            requests: list[Requests] = [point.variant.sampled.requests[seed] for point, seed in jobs]
-            chosen: list[EngineConfig] = [engines[point.pool, point.caching] for point, _ in jobs]  # pyright: ignore
-            found: list[Any] = [None] * len(jobs)
-
-            def note(index: int, simulation: Simulation) -> None:
-                found[index] = figures(simulation, job.slo, job.search.warmup)
-                bar.advance()
-
-            simulate_many(
-                requests,
-                chosen,
-                cost,
-                stretch=[point.variant.sampled.stretch(seed, load_rps) for point, seed in jobs],
-                on_done=note,
-                lanes=job.lanes if len(jobs) > 2 * job.lanes else None,
-                keep=False,
-            )
-            return {key: found[i * seeds : (i + 1) * seeds] for i, key in enumerate(points)}
+            tasks = [
+                Task(candidates[key], point.variant.place * seeds + seed, load_rps)
+                for key, point in points.items()
+                for seed in range(seeds)
+            ]
+            found = iter(evaluate(tasks, lambda *_: bar.advance()))
+            return {key: [outcome.figures for outcome in itertools.islice(found, seeds)] for key in points}
 
         try:
-            peaks = simulate(SATURATION_RPS)
+            peaks = simulate(SATURATION_RPS * instances)
             load_rps = asked.load_rps or _load(peaks, [point for point in points.values() if not point.caching])
             loaded = simulate(load_rps)
             for variant, pool in itertools.product(every, pools):
                 on, off = Point(variant, pool, True).key, Point(variant, pool, False).key
                 label = variant.label | {"num_gpu_blocks": pool, "load_rps": load_rps}
-                bound = [reusable_share(one, job.server.flags.block_size) for one in variant.sampled.requests]
+                sent = [variant.sampled.of(seed, instances=instances) for seed in range(seeds)]
+                bound = [reusable_share(one, job.server.flags.block_size) for one in sent]
                 rows.append(label | {"infinite_hit_rate": float(np.mean(bound))} | _compare(loaded, peaks, on, off))
                 tracking.log({key: value for key, value in rows[-1].items() if not isinstance(value, dict)})
         except KeyboardInterrupt:
@@ -130,14 +122,14 @@ def _variants(job: Job, asked: PrefixCacheSettings) -> list[Variant]:
     if workload.get("kind") == "trace":
         if all(requests.segments is None for requests in job.replicates.requests):
             raise ConfigError("workload.path", workload["path"], "needs hash ids: prompts without them share nothing")
-        return [Variant({}, None, job.replicates)]
+        return [Variant(0, {}, None, job.replicates)]
     result = []
     given = workload.get("prefix") or {}
     for length, share in itertools.product(asked.prefix_len, asked.share):
         prefix = {"groups": given.get("groups") or asked.groups, "length": {"value": length}, "unique": 1 - share}
         made = workload_from_config({**workload, "prefix": {**given, **prefix}}, prefix_caching=True)
         sampled = replicates(made, job.search, job.server.max_model_len, workload.get("too_long", "error"))
-        result.append(Variant({"prefix_len": length, "share": share}, length, sampled))
+        result.append(Variant(len(result), {"prefix_len": length, "share": share}, length, sampled))
     return result
 
 

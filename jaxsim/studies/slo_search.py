@@ -197,11 +197,12 @@ def _facts(
         return terminal.interval(intervals.get(key))
 
     fit = summary["requests_that_fit"]
+    each = " of each instance" if summary["instances"] > 1 else ""
     least = {name: ">= " if name in (summary["capped"] or "").split() else "" for name in COLUMNS.values()}
     pairs = [
         ("setting", " ".join(f"{key}={show(summary[key])}" for key in exploring.space.values)),
         ("load", f"{least['load_rps']}{shown('load_rps')} req/s"),
-        ("concurrency", f"{least['clients']}{shown('clients')} clients"),
+        ("concurrency", f"{least['clients']}{shown('clients')} clients{each}"),
         ("throughput", f"{shown('request_throughput')} req/s, {shown('output_throughput')} output tokens/s"),
         ("KV cache", f"{summary['kv_usage_mean']:.0%} used, peak {summary['kv_usage_peak']:.0%}"),
         ("KV cache holds", f"{fit['mean']}, {fit['p95']}, {fit['p99']} requests of mean, p95, p99 length"),
@@ -221,11 +222,12 @@ def _facts(
     if "gain_over_baseline" in summary:
         now = summary["baseline"][COLUMNS[exploring.main]]
         text = f"carries {terminal.number(now)} {UNITS[exploring.main]}; the best {summary['gain_over_baseline']:+.1%}"
-        pairs.append(("baseline", text + (" per GPU" if job.search.tensor_parallel_size else "")))
+        per_gpu = job.search.tensor_parallel_size or job.search.instances
+        pairs.append(("baseline", text + (" per GPU" if per_gpu else "")))
     if "cost_per_million_output_tokens" in summary:
         cost = terminal.number(summary["cost_per_million_output_tokens"])
         pairs.append(("cost", f"{cost} per million output tokens at the GPU's price_per_hour"))
-    if "instances" in summary:
-        span = f"{summary['instances_low']} to {summary['instances_high'] or 'more'}"
-        pairs.append((f"for {job.slo.target_rps:g} req/s", f"{summary['instances']} instances ({span})"))
+    if "instances_needed" in summary:
+        span = f"{summary['instances_needed_low']} to {summary['instances_needed_high'] or 'more'}"
+        pairs.append((f"for {job.slo.target_rps:g} req/s", f"{summary['instances_needed']} instances ({span})"))
     return pairs

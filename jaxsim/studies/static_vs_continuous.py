@@ -1,17 +1,23 @@
 """Static and continuous batching on the same requests: how much the latter gains, at which loads, and why."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from jaxsim.engine import Requests, Simulation, simulate_many
+from jaxsim.engine import Requests
 from jaxsim.metrics import Interval, t_interval
 from jaxsim.results import terminal
 from jaxsim.settings import StaticSettings
 from jaxsim.studies.job import Job
-from jaxsim.tuning.figures import figures
+from jaxsim.tuning.evaluate import Task
+from jaxsim.tuning.replicates import joined
 
 POLICIES = ("static", "continuous")
+OUTPUTS = ("as they are", "all equal")
+SATURATION_RPS = 1e4  # of each instance
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0, 2.0)  # of the throughput of continuous batching under saturation
 REPORTED = (2.0, 5.0)  # ratio of throughputs that the field reports
 
@@ -20,10 +26,13 @@ def run(job: Job) -> None:
     """Both policies at every load, with the requests as they are and with equal outputs. Raises `ConfigError`."""
     asked: StaticSettings = job.groups["static_vs_continuous"]
     seqs, tokens = job.server.batch_defaults()
-    engines = {policy: job.server.candidate(seqs, tokens, batching=policy).engine for policy in POLICIES}
     cost = job.server.cost(tokens, seqs)
-    sampled = job.replicates
-    outputs = {"as they are": sampled.requests, "all equal": [_equal(requests) for requests in sampled.requests]}
+    candidates = {}
+    for policy in POLICIES:
+        made = job.server.candidate(seqs, tokens, batching=policy)
+        candidates[policy] = replace(made, setting={**made.setting, "batching": policy}, cost=cost)
+    evaluate = job.evaluate(joined([job.replicates, job.replicates.changed(_equal)]))
+    seeds = len(job.replicates.requests)
     tracking = job.track()
     job.console.print(f"{job.title()}, max_num_seqs={seqs}")
     job.say_defaults()
@@ -31,29 +40,25 @@ def run(job: Job) -> None:
     interrupted = False
     with terminal.progress(job.console, "simulating") as bar:
 
-        def simulate(requests: list[Requests], engine: Any, loads: list[float]) -> list[Simulation]:
-            return simulate_many(
-                requests * len(loads),
-                engine,
-                cost,
-                stretch=[sampled.stretch(seed, load) for load in loads for seed in range(len(requests))],
-                on_done=lambda index, simulation: bar.advance(),
-                lanes=job.lanes,
-            )
+        def tasks(policy: str, outputs: int, load_rps: float) -> list[Task]:
+            return [Task(candidates[policy], outputs * seeds + seed, load_rps) for seed in range(seeds)]
+
+        def simulated(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+            return [outcome.figures for outcome in evaluate(tasks, lambda *_: bar.advance())]
 
         try:
-            seeds = len(sampled.requests)
             loads = list(asked.loads_rps or ())
-            expected = len(outputs) * len(POLICIES) * seeds * (len(loads) or len(SHARES))
+            expected = len(OUTPUTS) * len(POLICIES) * seeds * (len(loads) or len(SHARES))
             bar.expect(expected + (0 if loads else seeds), "simulating")
             if not loads:
-                saturated = simulate(sampled.requests, engines["continuous"], [1e4])
-                peak = float(np.mean([figures(one, job.slo, 0.0)["request_throughput"] for one in saturated]))
+                saturated = simulated(tasks("continuous", 0, SATURATION_RPS * job.server.flags.instances))
+                peak = float(np.mean([one["request_throughput"] for one in saturated]))
                 loads = [float(f"{peak * share:.3g}") for share in SHARES]
-            for name, requests in outputs.items():
-                runs = {policy: simulate(requests, engine, loads) for policy, engine in engines.items()}
-                for index, load in enumerate(loads):
-                    mine = {policy: done[index * seeds : (index + 1) * seeds] for policy, done in runs.items()}
+            for place, name in enumerate(OUTPUTS):
+                both = [one for load in loads for policy in POLICIES for one in tasks(policy, place, load)]
+                found = iter(simulated(both))
+                for load in loads:
+                    mine = {policy: list(islice(found, seeds)) for policy in POLICIES}
                     rows.append({"outputs": name, "load_rps": load} | _compare(job, mine))
                     tracking.log({key: value for key, value in rows[-1].items() if key != "outputs"})
         except KeyboardInterrupt:
@@ -69,14 +74,13 @@ def _equal(requests: Requests) -> Requests:
     return requests._replace(output_len=np.full_like(np.asarray(requests.output_len), mean))
 
 
-def _compare(job: Job, runs: dict[str, list[Simulation]]) -> dict[str, float]:
+def _compare(job: Job, runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     """Means over seeds of both policies; the ratio of throughputs is taken seed by seed."""
     row: dict[str, float] = {}
     throughput = {}
     keys = ["request_throughput", "output_throughput", "p99_ttft_ms", "mean_e2el_ms", "slot_occupancy"]
     keys += [key for key in [job.ttft] if key not in keys]
-    for policy, done in runs.items():
-        found = [figures(simulation, job.slo, job.search.warmup) for simulation in done]
+    for policy, found in runs.items():
         throughput[policy] = np.array([one["request_throughput"] for one in found])
         for key in keys:
             row[f"{policy}_{key}"] = float(np.mean([one[key] for one in found]))

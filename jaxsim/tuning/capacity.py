@@ -118,7 +118,8 @@ class CapacitySearch:
         said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
         state.wanted[candidate].discard(rung)
         rates = [(row["num_prompts"] - row["rejected"]) / max(row["duration_s"], 1e-9) for _, row in runs]
-        state.throughput_rps[candidate] = max(state.throughput_rps[candidate], float(np.mean(rates)))
+        rate = float(np.mean(rates)) * self.candidates[candidate].instances
+        state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
         return together if said.passed else None
 
     def _tell(self, state: State, together: Mapping[Probe, list[Outcome] | None]) -> None:

@@ -86,9 +86,7 @@ class Cluster:
         return outcomes
 
     def _send(self, tasks: Sequence[Task]) -> Any:
-        light = [
-            task._replace(candidate=replace(task.candidate, cost=None, capacity=None, flags=None)) for task in tasks
-        ]
+        light = [task._replace(candidate=replace(task.candidate, cost=None, capacity=None)) for task in tasks]
         costs = [self._cost(task.candidate.cost) for task in tasks]
         return self.carry_out.remote([self.runtime, self.simulator], light, costs)
 

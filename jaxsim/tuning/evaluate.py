@@ -13,15 +13,20 @@ from jaxsim.tuning.replicates import Replicates, warmup_share
 from jaxsim.tuning.slo import judge
 from jaxsim.tuning.space import Candidate
 
+RATES = ("request_throughput", "request_goodput", "output_throughput", "total_token_throughput")  # of all instances
+
 
 class Task(NamedTuple):
-    """One simulation: a setting under one seed, at a load or, in a closed loop, with a number of clients."""
+    """One simulation: a setting under one seed, at a load or, in a closed loop, with a number of clients.
+
+    Of several instances, which are alike, one is simulated: the load and the `RATES` are of all, the rest is of one.
+    """
 
     candidate: Candidate
     seed: int  # its place among the replicates
     load_rps: float | None = None
-    clients: int | None = None
-    count: int | None = None  # requests; None: as many as the replicates have at hand
+    clients: int | None = None  # of each instance
+    count: int | None = None  # requests of an instance; None: as many as the replicates have at hand
 
 
 class Outcome(NamedTuple):
@@ -59,7 +64,7 @@ class Simulator:
                 on_done(index, outcomes[index])
 
         (self.simulate or simulate_many)(
-            [self.replicates.of(task.seed, task.count) for task in tasks],
+            [self.replicates.of(task.seed, task.count, task.candidate.instances) for task in tasks],
             [task.candidate.engine for task in tasks],  # pyright: ignore[reportArgumentType]
             [task.candidate.cost for task in tasks],  # pyright: ignore[reportArgumentType]
             clients=[task.clients for task in tasks],
@@ -75,7 +80,10 @@ class Simulator:
         """The verdict on a simulation and its figures, after warm-up."""
         warmup = warmup_share(self.search.warmup, task.clients, len(simulation.prompt_len))
         row = figures(simulation, self.slo, warmup)
+        row |= {rate: task.candidate.instances * row[rate] for rate in RATES if row[rate] is not None}
         return Outcome(judge(row, self.slo, simulation.status), row)
 
     def _stretch(self, task: Task) -> float:
-        return 1.0 if task.load_rps is None else self.replicates.stretch(task.seed, task.load_rps, task.count)
+        if task.load_rps is None:
+            return 1.0
+        return self.replicates.stretch(task.seed, task.load_rps, task.count, task.candidate.instances)

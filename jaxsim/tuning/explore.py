@@ -140,12 +140,16 @@ class Exploration:
             return -1.0
         known = self.known.get(candidate)
         found = known.found.get(self.main) if known else None
-        return float(found.values.mean()) / candidate.gpus if found is not None and len(found.values) else 0.0
+        return float(found.values.mean()) / self._gpus(candidate) if found is not None and len(found.values) else 0.0
 
     def values(self, candidates: Sequence[Candidate]) -> dict[Candidate, np.ndarray]:
         """Capacity per GPU under each seed, of the candidates for which it is known under all of theirs."""
         found = {one: self.known[one].found.get(self.main) for one in candidates if one in self.known}
-        return {one: each.values / one.gpus for one, each in found.items() if each and each.known}
+        return {one: each.values / self._gpus(one) for one, each in found.items() if each and each.known}
+
+    def _gpus(self, candidate: Candidate) -> int:
+        """Those that carry the capacity: a load is of all instances, clients are of each."""
+        return candidate.gpus if self.main == "load" else candidate.gpus // candidate.instances
 
     def choice(self) -> Choice | None:
         """The best of the finalists, or of what there is if the search was broken off before there were any."""

@@ -57,14 +57,14 @@ def limited_by(rows: Iterable[Mapping[str, Any]]) -> str:
     return most if counts[most] else "compute"
 
 
-def number_of_instances(target_rps: float, load: Interval) -> tuple[int, int | None, int | None]:
-    """Instances for a load: by the mean capacity, by the upper and by the lower end of its interval."""
+def number_of_instances(target_rps: float, load: Interval, carrying: int = 1) -> tuple[int, int | None, int | None]:
+    """Instances for a load, if `carrying` of them have the capacity: by its mean and the ends of its interval."""
     half = 0.0 if math.isnan(load.half_width) else load.half_width
     low, high = load.mean - half, load.mean + half
     return (
-        math.ceil(target_rps / load.mean),
-        math.ceil(target_rps / high),
-        math.ceil(target_rps / low) if low > 0 else None,
+        math.ceil(carrying * target_rps / load.mean),
+        math.ceil(carrying * target_rps / high),
+        math.ceil(carrying * target_rps / low) if low > 0 else None,
     )
 
 

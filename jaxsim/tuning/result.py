@@ -143,11 +143,11 @@ def _described(
     if (line := vllm_serve(server.model, best.flags, best.engine)) is not None:
         summary["vllm_serve"] = line
     if slo.target_rps is not None:
-        instances = number_of_instances(slo.target_rps, load)
-        summary |= dict(zip(("instances", "instances_low", "instances_high"), instances, strict=True))
+        needed = number_of_instances(slo.target_rps, load, best.instances)
+        summary |= dict(zip(("instances_needed", "instances_needed_low", "instances_needed_high"), needed, strict=True))
     summary |= {key: interval.mean for key, interval in intervals.items()}
     summary["stable"] = intervals["stable"].mean == 1
-    summary["gpus"] = best.gpus
+    summary |= {"instances": best.instances, "gpus": best.gpus}
     price = server.hardware.price_per_hour
     if price is not None:
         for name, key in (("output", "output_throughput"), ("total", "total_token_throughput")):

@@ -51,8 +51,13 @@ class Candidate:
         return "/".join(show(value) for value in self.setting.values())
 
     @property
+    def instances(self) -> int:
+        return self.flags.instances if self.flags else 1
+
+    @property
     def gpus(self) -> int:
-        return self.flags.tensor_parallel_size if self.flags else 1
+        """Of all instances."""
+        return self.instances * self.flags.tensor_parallel_size if self.flags else 1
 
 
 @dataclass(frozen=True)
