@@ -50,6 +50,7 @@ def command() -> int:
     """Runs `sys.argv`; the exit code is 0, or 2 after one line about bad input."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed by Hydra
     codes: list[int] = []
+    here = os.getpid()
     running = False  # a sweep, not Hydra
 
     @hydra.main(config_path=str(conf_dir()), config_name="config", version_base="1.3")
@@ -69,6 +70,8 @@ def command() -> int:
             overrides: Any = OmegaConf.to_container(hydra_config.overrides.task, resolve=False)
             codes.append(_refuse(explain(error, overrides)))
         running = False
+        if codes and os.getpid() != here:  # a launcher's: it hands on what was raised, after the other jobs
+            raise Refused
 
     parser = get_args_parser()
     parser.error = _bad_flag
@@ -76,6 +79,8 @@ def command() -> int:
     try:
         flags = parser.parse_args()
         task()
+    except Refused:
+        codes.append(BAD_INPUT)
     except ConfigError as error:
         codes.append(_refuse(error))
     except (*COMPOSITION_ERRORS, ValueError) as error:

@@ -132,7 +132,7 @@ def summarise(
         "total_input_tokens": prompt_tokens,
         "total_output_tokens": output_tokens,
         "request_throughput": _per_second(int(done.sum()), duration),
-        "request_goodput": None if slo_ms is None else goodput(simulation, slo_ms, warmup).requests_per_s,
+        "request_goodput": None if slo_ms is None else _goodput(simulation, times, slo_ms).requests_per_s,
         "output_throughput": _per_second(output_tokens, duration),
         "total_token_throughput": _per_second(prompt_tokens + output_tokens, duration),
     }
@@ -161,7 +161,10 @@ def goodput(simulation: Any, slo_ms: Mapping[str, float], warmup: float = 0.1) -
 
     The rate is the share after warm-up x requests / duration; without warm-up that is vLLM's request_goodput.
     """
-    times = latencies(simulation, warmup)
+    return _goodput(simulation, latencies(simulation, warmup), slo_ms)
+
+
+def _goodput(simulation: Any, times: Latencies, slo_ms: Mapping[str, float]) -> Goodput:
     good = np.ones(len(times.ttft), dtype=bool)
     for key, limit in slo_ms.items():
         if key not in ("ttft", "tpot", "e2el"):
@@ -192,7 +195,7 @@ def histogram_percentile(counts: np.ndarray, edges: np.ndarray, q: float) -> flo
 def itl_share_above(simulation: Any, limit_ms: float) -> float:
     """Share of the gaps between tokens above a limit, in a run as a whole, linear inside the histogram's bins."""
     counts = np.asarray(simulation.totals.itl_histogram)
-    edges = np.asarray(engine.itl_edges_s(), dtype=np.float64) * 1000
+    edges = _itl_edges_ms()
     total = int(counts.sum())
     below = np.interp(limit_ms, edges[:-1], np.concatenate([[0], np.cumsum(counts)[:-1]]))
     return float(1 - below / total) if total else 0.0
@@ -291,13 +294,17 @@ def _slope(time: np.ndarray, values: np.ndarray) -> float:
     return float(centred @ (values - values.mean())) / square if square > 0 else 0.0
 
 
+def _itl_edges_ms() -> np.ndarray:
+    return np.asarray(engine.itl_edges_s(), dtype=np.float64) * 1000
+
+
 def _itl(simulation: Any, percentiles: Sequence[float]) -> tuple[float, float, list[float]]:
     """(mean, std, [median and percentiles]) of the gaps between tokens, ms.
 
     The mean is exact, of the finished requests; the rest takes the gaps as uniform inside the histogram's bins.
     """
     counts = np.asarray(simulation.totals.itl_histogram)
-    edges = np.asarray(engine.itl_edges_s(), dtype=np.float64) * 1000
+    edges = _itl_edges_ms()
     total = int(counts.sum())
     if total == 0:
         return math.nan, math.nan, [math.nan] * (1 + len(percentiles))
@@ -331,4 +338,12 @@ def _std(values: np.ndarray) -> float:
 
 
 def _percentiles(values: np.ndarray, percentiles: Sequence[float]) -> list[float]:
-    return np.percentile(values, percentiles).tolist() if len(values) else [math.nan] * len(percentiles)
+    """As `np.percentile`, to the last bit; to sort everything is faster than its search for each of them."""
+    if not len(values):
+        return [math.nan] * len(percentiles)
+    ordered = np.sort(values)
+    place = np.divide(percentiles, 100) * (len(values) - 1)
+    before = place.astype(np.int64)
+    share = place - before
+    low, high = ordered[before], ordered[np.minimum(before + 1, len(values) - 1)]
+    return np.where(share < 0.5, low + (high - low) * share, high - (high - low) * (1 - share)).tolist()

@@ -73,7 +73,7 @@ def test_a_cluster_says_what_this_machine_says(nodes):
     asked, done = tasks(10), []
     settings = LauncherSettings("ray", batch=3)
     outcomes = Cluster(settings, RUNTIME, simulator())(asked, lambda index, outcome: done.append((index, outcome)))
-    assert outcomes == simulator()(asked)
+    assert [one[:2] for one in outcomes] == [one[:2] for one in simulator()(asked)]
     assert sorted(done, key=lambda one: one[0]) == list(enumerate(outcomes))
 
 

@@ -147,6 +147,16 @@ def test_bad_warmup(warmup):
         metrics.latencies(four(), warmup)
 
 
+def test_percentiles_are_numpys_to_the_last_bit():
+    rng, asked = np.random.default_rng(5), (0, 12.5, 50, 66.6, 95, 99, 99.9, 100)
+    for count in (1, 2, 3, 7, 100, 1801):
+        values = rng.exponential(300, count)
+        run = simulation(np.zeros(count), values, values, 2 * values, [1] * count, [1] * count)
+        found, ttft = metrics.summarise(run, 0, asked), metrics.latencies(run, 0).ttft
+        expected = np.percentile(ttft, asked).tolist()
+        assert [found[f"p{percentile:g}_ttft_ms"] for percentile in asked] == expected
+
+
 def test_histogram_percentiles():
     counts, edges = np.array([0, 10, 0, 30]), np.array([0.0, 1.0, 2.0, 4.0, np.inf])
     assert metrics.histogram_percentile(counts, edges, 0) == 1.0

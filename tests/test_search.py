@@ -1,5 +1,6 @@
 """The search for capacity, on stand-ins whose answer is known."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxsim.engine import Requests, Simulation, Status, Totals
+from jaxsim.memory import Capacity
 from jaxsim.metrics import Interval
 from jaxsim.settings import SearchSettings, SloSettings
 from jaxsim.tuning import capacity
@@ -155,6 +157,24 @@ def test_capacity_is_found_within_a_step_for_every_setting():
         assert clients.values.tolist() == [min(seats // 2, 20)] * 3
         assert load.finished and len(load.outcomes) == 3
         assert load.values.mean() == pytest.approx(load.interval.mean)
+
+
+def test_the_first_clients_fill_the_seats_or_four_fifths_of_the_blocks():
+    pool, asked = Capacity(1000, 0, 0, 0, 16_000, 1.0), {}
+    some = [dataclasses.replace(one, capacity=pool) for one in candidates(64, 400)]
+
+    def evaluate(tasks, on_done=None):
+        asked.update((task.candidate.max_num_seqs, task.clients) for task in tasks)  # the lowest, then the guess
+        raise KeyboardInterrupt
+
+    for request_tokens, first in ((1.0, [64, 400]), (64.0, [64, 200]), (400.0, [32, 32]), (1e6, [1, 1])):
+        asked.clear()
+        search = CapacitySearch(
+            some, [0], 9000, SearchSettings(), SloSettings(), evaluate, request_tokens=request_tokens
+        )
+        with pytest.raises(KeyboardInterrupt):
+            search.round()
+        assert list(asked.values()) == pytest.approx(first, rel=0.02)  # as near as the ladder has it
 
 
 def test_what_the_slo_forbids_at_any_load_is_zero_with_the_reason():

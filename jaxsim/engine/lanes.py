@@ -11,6 +11,7 @@ distinct request lists.
 import contextlib
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -206,14 +207,15 @@ def run(
     tables: Tables | None,
     chains: Chains | None,
     jobs: Job,
+    queue: deque[int],
     width: int,
     devices: list[Any],
     collect: Callable[[int, Outcome], Result],
     steps: int = STEPS,
     on_events: Callable[[Event], None] | None = None,
-) -> Iterator[tuple[int, Result]]:
-    """Run jobs, arrays of [J], in lanes, `width` per device, and yield (index, what `collect` makes of the outcome,
-    none of whose arrays it may keep) as they end.
+) -> Iterator[Result]:
+    """Run the jobs of the queue, indices into arrays of [J], in lanes, `width` per device, and yield what `collect`
+    makes of each job and its outcome, none of whose arrays it may keep, as they end. It may lengthen the queue.
 
     The next chunk is under way while what is yielded is looked at.
     """
@@ -222,7 +224,7 @@ def run(
         fill, chunk, pick = compiled(limits, mesh, steps)
         whole, split = NamedSharding(mesh, Spec()), NamedSharding(mesh, Spec(AXIS))
         traces, tables, chains, on = jax.device_put((traces, tables, chains, np.bool_(True)), whole)
-        total, waiting = width * len(devices), len(jobs.trace)
+        total = width * len(devices)
         slots = -(-width // blocks(limits)) * blocks(limits)
 
         def take(index: np.ndarray) -> Job:
@@ -236,14 +238,12 @@ def run(
         compiling = threading.Thread(target=_compile, args=(chunk, shapes))
         compiling.start()
         holds = np.full(total, -1)  # the job in each lane
-        queued = 0
         empty, results = True, []
         while True:
             free = np.flatnonzero(holds < 0)
             # Spread what is left over the devices.
-            free = free[np.argsort(free % width, kind="stable")][: waiting - queued]
-            holds[free] = np.arange(queued, queued + free.size)
-            queued += free.size
+            free = free[np.argsort(free % width, kind="stable")][: len(queue)]
+            holds[free] = [queue.popleft() for _ in free]
             # At first every lane gets a simulation; those without one of their own run the first one along.
             loaded = np.arange(total) if empty else free
             if loaded.size:
@@ -273,7 +273,7 @@ def run(
                 outcomes = shared(limits, state, ended, width)
                 if not limits.fenced:
                     outcomes = fetched(pick, state, ended, width)
-                results = [(int(holds[lane]), collect(int(holds[lane]), outcome)) for lane, outcome in outcomes]
+                results = [collect(int(holds[lane]), outcome) for lane, outcome in outcomes]
                 del outcomes  # no view may live on: the memory would be copied instead of donated
                 holds[ended] = -1
 

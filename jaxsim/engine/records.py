@@ -1,5 +1,6 @@
 """From the arrays of a finished simulation to records in the caller's order."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from jaxsim.engine.layout import (
     Limits,
 )
 from jaxsim.engine.priority import queued
-from jaxsim.engine.statistics import BINS, wide_value
+from jaxsim.engine.statistics import BINS, Statistics, wide_value
 from jaxsim.engine.types import NEVER, PS_PER_S, EngineConfig, Requests, Simulation, Status, Totals
 
 
@@ -76,6 +77,14 @@ def simulation(
     )
 
 
+def as_of(engine: EngineConfig, simulation: Simulation, outcome: Outcome) -> Simulation:
+    """The same simulation of another setting that it answers for, see `alike`; it shares the arrays."""
+    totals = simulation.totals
+    duration_ps = int(outcome.state.clock_ps) - int(simulation.arrival_ps.min())  # all of them have arrived
+    totals = totals._replace(**used(engine, outcome.state.statistics, totals.iterations, duration_ps))
+    return replace(simulation, totals=totals)
+
+
 def turned_away(
     limits: Limits, memory: np.ndarray, rows: np.ndarray, arrival: np.ndarray, engine: EngineConfig, state: Any
 ) -> np.ndarray:
@@ -121,10 +130,9 @@ def totals_of(
         return Totals(**{**rest, **counts, "itl_histogram": np.zeros(BINS, np.int64)})
     kept = state.statistics
     histogram = kept.itl.astype(np.int64)
-    blocks, iterations = engine.num_gpu_blocks - 1, counts["iterations"]
+    iterations = counts["iterations"]
     sent = np.where(arrival >= 0, arrival, end)
     opened = np.where(first_scheduled >= 0, first_scheduled, end)
-    share = lambda part, whole: float(part) / whole if whole else 0.0  # noqa: E731
     requeued = share(wide_value(kept.preempted_ps), duration)
     tokens, prefill = int(kept.tokens), int(kept.prefill_tokens)
     return Totals(
@@ -132,21 +140,33 @@ def totals_of(
         scheduled_tokens=tokens,
         prefill_tokens=prefill,
         decode_tokens=tokens - prefill,
-        kv_usage_mean=share(wide_value(kept.kv_block_ps), duration * blocks),
-        kv_usage_peak=share(kept.kv_peak, blocks),
         kv_time_above_90=share(kept.above_90_ps, duration),
         running_mean=share(wide_value(kept.running_ps), duration),
         running_max=int(kept.running_max),
         waiting_mean=share(np.maximum(opened - sent, 0).sum(dtype=np.float64), duration) + requeued,
         waiting_max=int(kept.waiting_max),
         waiting_growth_rps=waiting_growth_rps(sent, opened),
-        slot_occupancy=share(kept.slot_rows, engine.max_num_seqs * iterations),
         budget_use=share(tokens, engine.max_num_batched_tokens * iterations),
         refused_seats=int(kept.refused_seats),
         refused_kv=int(kept.refused_kv),
         refused_budget=int(kept.refused_budget),
         itl_histogram=histogram,
+        **used(engine, kept, iterations, duration),
     )
+
+
+def used(engine: EngineConfig, kept: Statistics, iterations: int, duration_ps: int) -> dict[str, Any]:
+    """How much of its blocks and seats a setting used."""
+    blocks = engine.num_gpu_blocks - 1
+    return {
+        "kv_usage_mean": share(wide_value(kept.kv_block_ps), duration_ps * blocks),
+        "kv_usage_peak": share(kept.kv_peak, blocks),
+        "slot_occupancy": share(kept.slot_rows, engine.max_num_seqs * iterations),
+    }
+
+
+def share(part: Any, whole: int) -> float:
+    return float(part) / whole if whole else 0.0
 
 
 def waiting_growth_rps(arrival_ps: np.ndarray, first_scheduled_ps: np.ndarray) -> float:

@@ -1,16 +1,18 @@
 """One simulation or many."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxsim.engine.alike import families, served
 from jaxsim.engine.chains import shared_blocks
 from jaxsim.engine.cost import Cost
 from jaxsim.engine.lanes import Outcome, run
 from jaxsim.engine.prepare import Settings, arrival_order, capped, check, prepare
-from jaxsim.engine.records import simulation
+from jaxsim.engine.records import as_of, simulation
 from jaxsim.engine.replay import Replay, series_of
 from jaxsim.engine.types import EngineConfig, Requests, Simulation, Status
 from jaxsim.engine.width import width
@@ -62,6 +64,7 @@ def simulate_many(
     on_done: Callable[[int, Simulation], None] | None = None,
     lanes: int | None = None,
     keep: bool = True,
+    reuse: bool = False,
 ) -> list[Simulation]:
     """Simulate many settings at once, on all local devices.
 
@@ -70,7 +73,8 @@ def simulate_many(
     is all and the list is empty: records take 57 bytes a request, which adds up over many simulations.
     Without `statistics` only the per-request records and the counts that come with them are kept, the rest of `Totals`
     is NaN. `lanes` is the number of simulations that a device steps together, if so many fit into its memory; given, it
-    makes calls of any length share one compiled program.
+    makes calls of any length share one compiled program. With `reuse` settings that differ only in seats or blocks of
+    which there are always enough are simulated once: such simulations come one after the other and share their arrays.
     """
     if lanes is not None and lanes < 1:
         raise ConfigError("lanes", lanes, "must be at least 1")
@@ -84,7 +88,7 @@ def simulate_many(
         return []
     columns = [list(value) if is_many else [value] * length for value, is_many in zip(arguments, many, strict=True)]
     results: list[Any] = [None] * length if keep else []
-    for index, ended in _run(Settings(*columns), leap, statistics, lanes, None):
+    for index, ended in _run(Settings(*columns), leap, statistics, lanes, None, reuse):
         if keep:
             results[index] = ended
         if on_done is not None:
@@ -98,6 +102,7 @@ def _run(
     statistics: bool,
     asked: int | None,
     replay: Replay | None,
+    reuse: bool = False,
 ) -> Iterator[tuple[int, Simulation]]:
     """Each simulation with its index, as it ends; `asked` is the number of lanes."""
     check(settings)
@@ -110,7 +115,7 @@ def _run(
         programs.setdefault((rules, caches, 1), []).append(i)
     while programs:
         (rules, caches, room), index = programs.popitem()
-        for i, result in _batch(settings.at(index), caches, leap, statistics, asked, replay, room):
+        for i, result in _batch(settings.at(index), caches, leap, statistics, asked, replay, room, reuse):
             place = index[i]
             again = None
             if result.status == Status.OVERFLOW:
@@ -133,6 +138,7 @@ def _batch(
     asked: int | None,
     replay: Replay | None,
     room: int,
+    reuse: bool,
 ) -> Iterator[tuple[int, Simulation]]:
     """Settings of one program, each with its index as it ends."""
     limits, traces, tables, chains, jobs, orders = prepare(settings, caches, leap, statistics, replay is not None, room)
@@ -143,12 +149,20 @@ def _batch(
         devices = devices[: 1 if replay is not None or size < len(devices) else None]
     lanes = width(limits, asked, size, devices)
 
-    def collect(i: int, outcome: Outcome) -> Simulation:
+    others = families(settings, caches) if reuse else {}
+    queue = deque(others or range(size))
+
+    def collect(i: int, outcome: Outcome) -> list[tuple[int, Simulation]]:
+        requests, engine = settings.requests[i], settings.engine[i]
         closed, place = settings.clients[i] is not None, places[int(jobs.trace[i])]
-        return simulation(limits, settings.requests[i], closed, settings.engine[i], place, outcome)
+        ended = simulation(limits, requests, closed, engine, place, outcome)
+        same = served(settings, i, others.get(i, []), ended)
+        queue.extend(other for other in others.get(i, []) if other not in same)
+        return [(i, ended), *((other, as_of(settings.engine[other], ended, outcome)) for other in same)]
 
     on_events = None if replay is None else replay.add
-    yield from run(limits, traces, tables, chains, jobs, lanes, devices, collect, on_events=on_events)
+    for ended in run(limits, traces, tables, chains, jobs, queue, lanes, devices, collect, on_events=on_events):
+        yield from ended
 
 
 def finds_blocks(settings: Settings) -> list[bool]:

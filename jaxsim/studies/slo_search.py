@@ -28,8 +28,8 @@ def exploration(job: Job) -> Exploration:
         raise ConfigError("search.load", "false", "must be true unless search.concurrency=true")
     space = Space.of(job.server, search, job.baseline)
     sampled = job.replicates
-    seeds, count = len(sampled.requests), sampled.count
-    return Exploration(space, search, slo, job.evaluate(), seeds, count, sampled.drawable, job.shard)
+    seeds, count, tokens = len(sampled.requests), sampled.count, float(sampled.lengths.mean())
+    return Exploration(space, search, slo, job.evaluate(), seeds, count, sampled.drawable, job.shard, tokens)
 
 
 def search(job: Job, on_round: Callable[[Exploration], None] | None = None) -> Result:
@@ -108,14 +108,14 @@ def _limits(job: Job) -> str:
 
 
 def _round(job: Job, exploring: Exploration) -> dict[str, Any]:
-    """A line of the history: the best so far, and how far the search is; found simulations count for no rate."""
+    """A line of the history: the best so far, and how far the search is; the rate is of what was computed."""
     seconds = time.monotonic() - exploring.start
-    made = exploring.simulations - (job.stored.found if job.stored else 0)
     line: dict[str, Any] = {
         "round": exploring.rounds_done,
         "simulations": exploring.simulations,
+        "computed": exploring.computed,
         "settings": len(exploring.known),
-        "simulated_requests_per_s": made * job.replicates.count / seconds if seconds > 0 else None,
+        "simulated_requests_per_s": exploring.computed * job.replicates.count / seconds if seconds > 0 else None,
     }
     engines = [one for one in exploring.known if one.engine is not None]
     line["feasible_share"] = sum(exploring.score(one) > 0 for one in engines) / len(engines) if engines else None
@@ -210,6 +210,7 @@ def _facts(
         ("waiting", f"mean {shown('waiting_mean')}, largest {shown('waiting_max')} requests"),
         ("limited by", summary["limited_by"]),
         ("stable", "yes" if summary["stable"] else "no, the waiting queue grows"),
+        ("simulations", f"{exploring.simulations:,}, of which {exploring.computed:,} were computed"),
     ]
     if summary["tied_with"]:
         carries = terminal.number(summary[f"largest_{COLUMNS[exploring.main]}"])

@@ -23,6 +23,7 @@ SLO_SHARE = 0.7  # of the saturated throughput: the first guess of the load that
 EXTENSION = 8  # times as many requests as asked for, at most, where search.max_num_requests is null
 EVENTS = 10  # jams that a missed share should rest on, at least
 AT_ONCE = 1 << 14  # simulations whose figures, 6 KB each, are held together until the search has entered them
+FULL = 0.8  # of the blocks in use: with more clients requests are preempted again and again
 LOOKS = 2  # rounds spent on the ends of an interval, at most
 
 
@@ -47,12 +48,13 @@ class CapacitySearch:
         guesses: Mapping[str, Sequence[float]] | None = None,  # [C] by kind, from an earlier search
         before: Sequence[Mapping[str, Found]] | None = None,  # [C], what was found under the first seeds, by kind
         drawable: Callable[[int], bool] = lambda count: True,  # whether there are runs of so many requests
+        request_tokens: float = 1.0,  # prompt and output of a request, mean
     ):
         self.candidates, self.seeds, self.count = candidates, seeds, count
         self.search, self.evaluate, self.limits = search, evaluate, limits(slo)
         self.most = max(count, search.max_num_requests or EXTENSION * count)
         self.drawable = drawable
-        self.rounds = self.simulations = 0
+        self.rounds = self.simulations = self.computed = 0
         # Simulations of a full round; later ones probe what is still open at several values to keep the lanes busy.
         self.width = 2 * len(candidates) * len(seeds)
         self.states: dict[str, State] = {}
@@ -61,7 +63,7 @@ class CapacitySearch:
             guesses[kind] = [found[kind].interval.mean for found in before or ()]
         if search.concurrency or (search.load and "load" not in guesses):
             rungs = integer_ladder(max(1, count // 2), search.step)
-            start = guesses.get("clients", [candidate.max_num_seqs for candidate in candidates])
+            start = guesses.get("clients", [full(candidate, request_tokens) for candidate in candidates])
             self.states["clients"] = State(rungs, start, "clients" in guesses, count)
         if search.load and "load" in guesses:
             self._start_loads(guesses["load"], near=True)
@@ -94,10 +96,12 @@ class CapacitySearch:
         for some in (asked[first : first + batch] for first in range(0, len(asked), batch)):
             seeds = [self.seeds[state.known_seeds(probe) :] for state, probe in some]
             tasks = [self._task(*one, seed) for one, mine in zip(some, seeds, strict=True) for seed in mine]
-            outcomes = iter(self.evaluate(tasks, (lambda *_: on_done()) if on_done else None))
-            for (state, probe), mine in zip(some, seeds, strict=True):
-                told[id(state)][probe] = self._enter(state, probe, list(itertools.islice(outcomes, len(mine))))
+            outcomes = self.evaluate(tasks, (lambda *_: on_done()) if on_done else None)
             self.simulations += len(tasks)
+            self.computed += sum(outcome.computed for outcome in outcomes)
+            rest = iter(outcomes)
+            for (state, probe), mine in zip(some, seeds, strict=True):
+                told[id(state)][probe] = self._enter(state, probe, list(itertools.islice(rest, len(mine))))
         for state in self.states.values():
             self._tell(state, told[id(state)])
         if self.search.load and "load" not in self.states:
@@ -117,7 +121,8 @@ class CapacitySearch:
         together = state.joined(probe, runs, decisive(runs, self.limits))
         said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
         state.wanted[candidate].discard(rung)
-        rates = [(row["num_prompts"] - row["rejected"]) / max(row["duration_s"], 1e-9) for _, row in runs]
+        rows = [outcome.figures for outcome in runs]
+        rates = [(row["num_prompts"] - row["rejected"]) / max(row["duration_s"], 1e-9) for row in rows]
         rate = float(np.mean(rates)) * self.candidates[candidate].instances
         state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
         return together if said.passed else None
@@ -215,6 +220,12 @@ class CapacitySearch:
             tried=state.figures[candidate],
             best=int(ladder.low[candidate]),
         )
+
+
+def full(candidate: Candidate, request_tokens: float) -> int:
+    """About how many clients fill a server: its seats or, if that is fewer, its blocks."""
+    room = math.inf if candidate.capacity is None else FULL * candidate.capacity.tokens / request_tokens
+    return max(1, math.floor(min(candidate.max_num_seqs, room)))
 
 
 class Choice(NamedTuple):

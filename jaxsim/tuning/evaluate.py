@@ -1,13 +1,13 @@
 """Simulations as tasks, and what is kept of each: a verdict and figures."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from jaxsim.engine import Simulation, simulate_many
 from jaxsim.engine.width import steady
 from jaxsim.settings import SearchSettings, SloSettings
-from jaxsim.tuning.figures import figures
+from jaxsim.tuning.figures import figures, figures_as_of
 from jaxsim.tuning.load import Verdict
 from jaxsim.tuning.replicates import Replicates, warmup_share
 from jaxsim.tuning.slo import judge
@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
 
     verdict: Verdict
     figures: dict[str, Any]  # see `figures.figures`
+    computed: bool = True  # False: known already, or that of another task to the last bit
 
 
 OnDone = Callable[[int, Outcome], None]  # index into the tasks
@@ -57,9 +58,13 @@ class Simulator:
 
     def __call__(self, tasks: Sequence[Task], on_done: OnDone | None = None) -> list[Outcome]:
         outcomes: list[Any] = [None] * len(tasks)
+        last: tuple[Simulation, Outcome] | None = None
 
         def note(index: int, simulation: Simulation) -> None:
-            outcomes[index] = self.outcome(tasks[index], simulation)
+            nonlocal last
+            like = last[1].figures if last and last[0].finish_ps is simulation.finish_ps else None
+            last = simulation, self.outcome(tasks[index], simulation, like)
+            outcomes[index] = last[1]
             if on_done is not None:
                 on_done(index, outcomes[index])
 
@@ -73,15 +78,19 @@ class Simulator:
             on_done=note,
             lanes=steady(self.lanes),
             keep=False,
+            reuse=True,
         )
         return outcomes
 
-    def outcome(self, task: Task, simulation: Simulation) -> Outcome:
-        """The verdict on a simulation and its figures, after warm-up."""
-        warmup = warmup_share(self.search.warmup, task.clients, len(simulation.prompt_len))
-        row = figures(simulation, self.slo, warmup)
-        row |= {rate: task.candidate.instances * row[rate] for rate in RATES if row[rate] is not None}
-        return Outcome(judge(row, self.slo, simulation.status), row)
+    def outcome(self, task: Task, simulation: Simulation, like: Mapping[str, Any] | None = None) -> Outcome:
+        """The verdict on a simulation and its figures, after warm-up; `like` are those of one with the same records."""
+        if like is not None:
+            row = figures_as_of(like, simulation, self.slo)
+        else:
+            warmup = warmup_share(self.search.warmup, task.clients, len(simulation.prompt_len))
+            row = figures(simulation, self.slo, warmup)
+            row |= {rate: task.candidate.instances * row[rate] for rate in RATES if row[rate] is not None}
+        return Outcome(judge(row, self.slo, simulation.status), row, computed=like is None)
 
     def _stretch(self, task: Task) -> float:
         if task.load_rps is None:

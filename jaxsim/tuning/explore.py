@@ -57,9 +57,10 @@ class Exploration:
         count: int,
         drawable: Callable[[int], bool] = lambda count: True,  # whether runs may be as long
         shard: Shard = WHOLE,
+        request_tokens: float = 1.0,  # prompt and output, mean
     ):
         self.space, self.search, self.slo, self.evaluate, self.drawable = space, search, slo, evaluate, drawable
-        self.shard = shard
+        self.shard, self.request_tokens = shard, request_tokens
         self.most = min(space.size, search.settings or space.size)  # settings that the strategy may propose
         if shard.count > 1 and search.strategy not in UNTOLD:
             allowed = f"must be null unless search.strategy is one of {', '.join(UNTOLD)}"
@@ -73,7 +74,7 @@ class Exploration:
         self.known: dict[Candidate, Known] = {}
         self.proposed: list[Candidate] = []  # in the order in which they came up
         self.tried: list[Candidate] = []  # those of the shard
-        self.simulations = self.rounds_done = 0
+        self.simulations = self.computed = self.rounds_done = 0
         self.capacity: CapacitySearch | None = None  # under way
         self.start = time.monotonic()
 
@@ -213,12 +214,14 @@ class Exploration:
                 self.evaluate,
                 before=[self.known[one].found for one in group] if have else None,
                 drawable=self.drawable,
+                request_tokens=self.request_tokens,
             )
             try:
                 while not capacity.done and not self.spent:
-                    done = capacity.simulations
+                    before = capacity.simulations, capacity.computed
                     capacity.round(on_done)
-                    self.simulations += capacity.simulations - done
+                    self.simulations += capacity.simulations - before[0]
+                    self.computed += capacity.computed - before[1]
                     self.rounds_done += 1
                     self._record(capacity, have)
                     yield

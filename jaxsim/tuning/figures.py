@@ -24,7 +24,7 @@ def percentiles(slo: SloSettings) -> tuple[float, ...]:
 def figures(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str, Any]:
     """Everything reported about one run: the keys of `vllm bench serve`, what the server did and what the SLO asks."""
     row: dict[str, Any] = summarise(simulation, warmup, percentiles(slo), of_a_request(slo) or None)
-    row |= {key: value for key, value in simulation.totals._asdict().items() if np.isscalar(value)}
+    row |= _of_the_server(simulation)
     row["preemptions_per_request"] = simulation.totals.num_preemptions / max(1, len(simulation.prompt_len))
     if simulation.label is not None:
         for label in sorted(set(simulation.label.tolist())):
@@ -37,6 +37,16 @@ def figures(simulation: Simulation, slo: SloSettings, warmup: float) -> dict[str
     row["growth_share"], row["growing"] = trend.share, float(trend.clear)
     row["slo_met"] = float(judge(row, slo, simulation.status).passed is True)
     return row
+
+
+def figures_as_of(row: Mapping[str, Any], simulation: Simulation, slo: SloSettings) -> dict[str, Any]:
+    """The figures of a simulation from those of another one with the same records."""
+    changed = {**row, **_of_the_server(simulation)}
+    return changed | {"slo_met": float(judge(changed, slo, simulation.status).passed is True)}
+
+
+def _of_the_server(simulation: Simulation) -> dict[str, Any]:
+    return {key: value for key, value in simulation.totals._asdict().items() if np.isscalar(value)}
 
 
 def over_seeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, Interval]:

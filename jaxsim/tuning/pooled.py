@@ -46,7 +46,7 @@ class Crossing(NamedTuple):
 def decisive(outcomes: Sequence[Outcome], limits: Sequence[Limit]) -> np.ndarray:
     """The figures that decide, of runs under S seeds: [S, L + 4], what the limits need first, then `STATE`."""
     keys = [*(limit.decides for limit in limits), *STATE]
-    return np.array([[figures[key] for key in keys] for _, figures in outcomes], dtype=np.float64)
+    return np.array([[outcome.figures[key] for key in keys] for outcome in outcomes], dtype=np.float64)
 
 
 def verdict(figures: np.ndarray, limits: Sequence[Limit]) -> Verdict:

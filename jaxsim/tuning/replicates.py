@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from jaxsim.engine import Requests
 from jaxsim.errors import ConfigError
 from jaxsim.settings import SearchSettings
@@ -30,6 +32,11 @@ class Replicates:
     def count(self) -> int:
         """Requests per seed."""
         return len(self.requests[0].prompt_len)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every request at hand, prompt and output; [S * N]."""
+        return np.concatenate([np.add(one.prompt_len, one.output_len) for one in self.requests])
 
     def of(self, seed: int, count: int | None = None, instances: int = 1) -> Requests:
         """`count` requests of a seed, None: as many as are at hand."""

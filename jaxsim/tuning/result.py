@@ -132,13 +132,12 @@ def _described(
     found = exploration.known[best].found[exploration.main]
     intervals = figures(found)
     load = found.interval if exploration.main == "load" else intervals["request_throughput"]
-    lengths = np.concatenate([np.add(item.prompt_len, item.output_len) for item in replicates.requests])
     summary: dict[str, Any] = dict(best.setting)
     summary |= {key: row.get(key) for key in ("load_rps", "clients", "limited_by", "reason", "capped", "seeds")}
     summary |= {
         "num_gpu_blocks": best.capacity.num_gpu_blocks,
         "kv_cache_tokens": best.capacity.tokens,
-        "requests_that_fit": requests_that_fit(best.capacity, np.minimum(lengths, server.max_model_len)),
+        "requests_that_fit": requests_that_fit(best.capacity, np.minimum(replicates.lengths, server.max_model_len)),
     }
     if (line := vllm_serve(server.model, best.flags, best.engine)) is not None:
         summary["vllm_serve"] = line

@@ -93,7 +93,7 @@ class StoredEvaluate:
             if key not in kept:
                 missing.append(index)
                 continue
-            outcomes[index] = Outcome(Verdict(**kept[key].verdict), kept[key].figures)
+            outcomes[index] = Outcome(Verdict(**kept[key].verdict), kept[key].figures, computed=False)
             self.found += 1
             if on_done is not None:
                 on_done(index, outcomes[index])
