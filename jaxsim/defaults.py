@@ -72,10 +72,9 @@ def resolve(flags: EngineSettings) -> Resolved:
     if asked != version.name:
         source += f", the nearest known below {asked}"
     defaults = {key: Default(value, source) for key, value in version.flags.items() if getattr(flags, key) is None}
-    swaps = flags.preemption_mode == "swap"
+    swaps = flags.preemption_mode == "swap" and flags.policy == "fcfs"
     barred = {
-        "async_scheduling": (True, False, "preemption_mode=swap" if swaps else ""),
-        "enable_prefix_caching": (True, False, "preemption_mode=swap" if swaps else ""),
+        "enable_prefix_caching": (True, False, "preemption_mode=swap and policy=fcfs" if swaps else ""),
     }
     for key, (value, instead, because) in barred.items():
         if because and key in defaults and defaults[key].value == value:

@@ -45,10 +45,11 @@ class Kind(NamedTuple):
     inflow: bool = False  # all cases have max_queued_requests
     swap: bool = False  # all cases have preemption_mode="swap"
     ends: bool = False  # all cases have self_preemption="ends"
+    returns: bool = False  # with inflow: some case has clients
 
     def __str__(self) -> str:
-        words = ["async"] * self.asynchronous + ["priority"] * self.priority
-        words += ["ends"] * self.ends + ["inflow"] * self.inflow + ["swap"] * self.swap
+        words = ["async"] * self.asynchronous + ["priority"] * self.priority + ["ends"] * self.ends
+        words += ["inflow"] * self.inflow + ["returns"] * self.returns + ["swap"] * self.swap
         return " ".join([*words, "rich" if self.tables else "plain"])
 
 
@@ -56,9 +57,9 @@ PLAIN, RICH = Kind(False, False), Kind(True, True)
 ASYNC_PLAIN, ASYNC_RICH = (kind._replace(asynchronous=True) for kind in (PLAIN, RICH))
 KINDS = PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH
 PRIORITY_KINDS = tuple(kind._replace(priority=True) for kind in KINDS)
-INFLOW_KINDS = tuple(kind._replace(inflow=True) for kind in KINDS)
-SWAP_KINDS = tuple(kind._replace(swap=True) for kind in (PLAIN, RICH))
-RELIEF_KINDS = *INFLOW_KINDS, *SWAP_KINDS, RICH._replace(inflow=True, swap=True)
+SWAP_KINDS = tuple(kind._replace(swap=True) for kind in (PLAIN, RICH, ASYNC_PLAIN, ASYNC_RICH, PRIORITY_KINDS[1]))
+LOOP_KINDS = tuple(kind._replace(inflow=True, returns=True) for kind in (PLAIN, *SWAP_KINDS[-2:]))
+RELIEF_KINDS = *LOOP_KINDS, PRIORITY_KINDS[2]._replace(inflow=True), *SWAP_KINDS[:3]
 PRIORITY_PLAIN, PRIORITY_RICH = PRIORITY_KINDS[:2]
 
 
@@ -131,7 +132,7 @@ def case_of(draw: st.DrawFn, kind: Kind = RICH, most: int = 64) -> reference.Cas
         arrivals.sort()
     clients = pick(None, None, None, None, None, 1, 2, 5, n, n + 3)
     think = unit * (rng.randint(0, pick(0, MS, 100 * MS)) // unit)
-    clients = None if kind.inflow else clients
+    clients = None if kind.inflow and not kind.returns else clients
     prices = CostTable(**coefficients, **tables, swap_token_ps=swap_token_ps)
     case = reference.Case(arrivals, prompts, outputs, engine, prices, clients, think)
     if kind.priority:  # ties of priority and of arrival alike
@@ -180,7 +181,7 @@ def shaping_case(kind: Kind) -> reference.Case:
     )
     linear = np.arange(TABLE, dtype=np.int64) * 1000 if kind.tables else None
     prices = CostTable(step_ps=MS, linear_ps=linear)
-    clients = None if kind.inflow else REQUESTS
+    clients = None if kind.inflow and not kind.returns else REQUESTS
     return reference.Case([0] * REQUESTS, [1] * REQUESTS, [1] * REQUESTS, engine, prices, clients)
 
 

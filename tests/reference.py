@@ -14,6 +14,13 @@ Where the rules leave room, this is what is meant:
   still produce.
 - In static batching a request is first scheduled when its own first chunk is, admitted when its batch starts.
 - max_iters bounds the number of rows (zero-duration rows included); a run that needs more is TRUNCATED.
+- A victim's tokens whose KV goes to CPU memory are those of all iterations scheduled before, the one in flight among
+  them. One that the iteration in flight ends is not swapped: it only waits for its last token.
+- Blocks that a swapped request leaves on the GPU keep their keys until they are taken, and it may find them when it
+  comes back: what it finds need not be copied.
+- A client that max_queued_requests turns away hears of it at the end of the iteration that this schedule() call
+  schedules; if that is none, at the end of the one in flight or, without one, at once. Then it thinks and comes again
+  with the next request, as after an answer.
 """
 
 from collections import Counter, deque
@@ -148,6 +155,16 @@ class Step:
         return self
 
 
+@dataclass
+class Flight:
+    """An iteration under way."""
+
+    row: list[Any]  # golden columns
+    rows: list[Row]
+    end: int
+    rejected: int = 0  # clients that hear at its end that they were turned away
+
+
 def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
@@ -179,17 +196,22 @@ class Continuous:
         """All that wait, those in CPU memory first."""
         return [*self.swapped, *self.waiting]
 
-    def arrive(self, requests: list[Request]) -> None:
+    def arrive(self, requests: list[Request]) -> int:
+        """Queue those that find room; how many do not."""
+        rejected = 0
         for request in requests:
             if self.queue_limit is not None and len(self.queue) >= self.queue_limit:
                 request.rejected, request.waiting_since = True, None
+                rejected += 1
             else:
                 self.waiting.append(request)
         self.sort()
+        return rejected
 
     def sort(self) -> None:
         if self.by_priority:
-            self.waiting = deque(sorted(self.waiting, key=lambda r: (r.priority, r.arrival, r.rid)))
+            key = lambda r: (r.priority, r.arrival, r.rid)  # noqa: E731
+            self.waiting, self.swapped = deque(sorted(self.waiting, key=key)), deque(sorted(self.swapped, key=key))
 
     def schedule(self, clock: int) -> Step:
         step, budget, threshold = Step(), self.engine.max_num_batched_tokens, self.threshold()
@@ -249,7 +271,7 @@ class Continuous:
             if request is None:
                 break
             hits = self.lookup(request)
-            hit = len(hits) * self.engine.block_size + request.swapped
+            hit = max(len(hits) * self.engine.block_size, request.swapped)
             n = self.chunk(request.known - hit, threshold)
             if n > budget and not self.engine.enable_chunked_prefill:
                 break
@@ -259,7 +281,7 @@ class Continuous:
                 break
             if self.blocks(hit + n) - len(hits) > spare:
                 break
-            self.leave_queue(request)
+            self.leave_queue(request, len(hits))
             self.running.append(request)
             step.admitted.append((request, hit, len(hits) * self.engine.block_size))
             request.computed, request.hashed = hit, len(hits)
@@ -270,11 +292,12 @@ class Continuous:
             budget -= n
         return budget
 
-    def leave_queue(self, request: Request) -> None:
+    def leave_queue(self, request: Request, hits: int) -> None:
         if request.swapped:
             self.swapped.remove(request)
-            self.cpu_free += self.blocks(request.swapped)
-            self.moved += self.blocks(request.swapped)
+            blocks = self.blocks(request.swapped)
+            self.cpu_free += blocks
+            self.moved += max(blocks - hits, 0)
             request.swapped = 0
         else:
             self.waiting.remove(request)
@@ -290,7 +313,7 @@ class Continuous:
         if len(self.running) >= self.cap:
             return "seats"
         head = self.queue[0]
-        hit = len(self.lookup(head)) * self.engine.block_size + head.swapped
+        hit = max(len(self.lookup(head)) * self.engine.block_size, head.swapped)
         n = self.chunk(head.known - hit, threshold)
         if budget == 0 or (n > budget and not self.engine.enable_chunked_prefill):
             return "budget"
@@ -324,7 +347,7 @@ class Continuous:
         self.release(victim)
         victim.preemptions += 1
         blocks = self.blocks(victim.computed)
-        if self.swaps and 0 < blocks <= self.cpu_free:
+        if self.swaps and not victim.ends_in_flight and 0 < blocks <= self.cpu_free:
             self.cpu_free -= blocks
             self.moved += blocks
             victim.swapped = victim.computed
@@ -377,8 +400,9 @@ class Static:
     def pay(self, step: Step) -> int:
         return 0
 
-    def arrive(self, requests: list[Request]) -> None:
+    def arrive(self, requests: list[Request]) -> int:
         self.waiting.extend(requests)
+        return 0
 
     def schedule(self, clock: int) -> Step:
         step = Step()
@@ -460,8 +484,8 @@ class Arrivals:
             arrived.append(self.coming.popleft()[1])
         return arrived
 
-    def client_returns(self, clock: int) -> None:
-        if self.unsent:
+    def clients_return(self, clock: int, clients: int) -> None:
+        for _ in range(min(clients, len(self.unsent))):
             request = self.unsent.popleft()
             request.arrival = request.waiting_since = clock + self.think_ps
             self.coming.append((request.arrival, request))
@@ -521,11 +545,11 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
     first = arrivals.next() or 0
     asynchronous = getattr(case.engine, "async_scheduling", False)
     depth = 2 if asynchronous else 1
-    in_flight: deque[tuple[list[Any], list[Row], int]] = deque()  # golden row, rows, end
+    in_flight: deque[Flight] = deque()
     clock, last_end, stalled, iters, count, itl = first, first, 0, [], Counter(), Counter()
 
     while True:
-        policy.arrive(arrivals.take(clock))
+        rejected = policy.arrive(arrivals.take(clock))
         if max_iters is not None and len(iters) >= max_iters:
             status = "TRUNCATED"
             break
@@ -549,13 +573,19 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
             if step.rows:
                 last_end = start + price.duration
                 note_iteration(policy, step, price, count)
-                in_flight.append((row, step.rows, last_end))
-            if step.rows or not in_flight:
-                continue
+                in_flight.append(Flight(row, step.rows, last_end))
         if in_flight:
-            row, rows, end = in_flight.popleft()
+            in_flight[-1].rejected += rejected
+        else:
+            arrivals.clients_return(clock, rejected)
+        if step.rows or (step.preempted and not in_flight):
+            continue
+        if in_flight:
+            flight = in_flight.popleft()
+            row, end = flight.row, flight.end
             clock = max(clock, end)
-            for request in [r.request for r in rows if r.samples]:
+            arrivals.clients_return(end, flight.rejected)
+            for request in [r.request for r in flight.rows if r.samples]:
                 finished = sample(request, end, itl)
                 policy.sampled(request)
                 if finished:
@@ -564,7 +594,7 @@ def simulate(case: Case, max_iters: int | None = None) -> Result:
                         count["waiting_ps"] += end - request.waiting_since
                         request.waiting_since = None
                     policy.finish(request)
-                    arrivals.client_returns(end)
+                    arrivals.clients_return(end, 1)
             continue
         later = [time for time in (arrivals.next(), step.wake) if time is not None]
         if not later:

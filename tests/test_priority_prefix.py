@@ -25,6 +25,7 @@ class Kind(NamedTuple):
     thresholds: list[int]
     freed: str = "front"  # freed_unhashed_blocks
     self_preemption: str = "continues"
+    swap: bool = False  # all cases have preemption_mode="swap"
 
     def __str__(self) -> str:
         words = [
@@ -32,12 +33,13 @@ class Kind(NamedTuple):
             *["threshold"] * any(self.thresholds),
             self.freed,
             self.self_preemption,
+            *["swap"] * self.swap,
         ]
         return " ".join(words)
 
 
 THRESHOLDS = [0, 1, 2, 3, 5, 8]
-KINDS = [Kind(False, THRESHOLDS), Kind(True, [0])]
+KINDS = [Kind(False, THRESHOLDS), Kind(True, [0], swap=True)]
 ROWS = Kind(True, THRESHOLDS, "tail", "ends")
 
 
@@ -61,6 +63,9 @@ def random_case(rng: random.Random, kind: Kind) -> reference.Case:
         freed_unhashed_blocks=kind.freed,
         self_preemption=kind.self_preemption,
     )
+    if kind.swap:  # with CPU memory for none, some or all victims; without it they are recomputed
+        engine = replace(engine, preemption_mode="swap", num_cpu_blocks=rng.choice([0, 2, 5, 10, 1000, 1000]))
+        case = case._replace(cost=replace(case.cost, swap_token_ps=MS * rng.choice([0, 1, 1])))
     levels = rng.choice([1, 2, 3, n])
     priorities = [rng.randrange(levels) - 1 for _ in range(n)]
     return case._replace(
@@ -193,3 +198,20 @@ def test_a_block_that_a_decode_fills_in_its_turn_stays_when_it_is_preempted_afte
         ([0, 1, 3, 1], []),
     ]
     assert hits(result)[3] == 6
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_a_swapped_request_finds_is_not_copied_back(caching):
+    """Eight blocks of one token. Request 1 goes with four; 0 takes the free one and all but the first of these four."""
+    engine = EngineConfig(
+        2, 8, 9, 9, 1, enable_prefix_caching=caching, policy="priority", preemption_mode="swap", num_cpu_blocks=100,
+        async_scheduling=True,
+    )  # fmt: skip
+    cost = CostTable(MS, swap_token_ps=MS // 8)
+    case = reference.Case([0, 0], [1, 2], [7, 5], engine, cost, priorities=[0, 1])
+    result = reference.simulate(case)
+    if caching:  # in the program of the random cases
+        agree_all([case] * CASES, [result] * CASES, True)
+    assert [row[5] for row in result.reqs] == [0, 1] and result.recomputed == [0, 0]
+    assert [row[7] for row in result.reqs] == [0, int(caching)]
+    assert result.totals.t1 == 9 * MS + (4 + 4 - caching) * MS // 8

@@ -8,7 +8,19 @@ import reference
 from agreement import agree, agree_in_a_batch, agree_row_by_row, records
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from random_cases import MS, PLAIN, RELIEF_KINDS, RICH, batch_of, case_of, run, run_batch, small, with_shape
+from random_cases import (
+    LOOP_KINDS,
+    MS,
+    PLAIN,
+    RELIEF_KINDS,
+    RICH,
+    Kind,
+    batch_of,
+    case_of,
+    run_batch,
+    small,
+    with_shape,
+)
 
 from jaxsim.engine import CostTable, EngineConfig, Simulation
 from jaxsim.errors import ConfigError
@@ -35,13 +47,19 @@ def test_oracle_row_by_row(data):
 
 def engine_on(case: reference.Case) -> Simulation:
     engine = case.engine
-    kind = PLAIN._replace(inflow=engine.max_queued_requests is not None, swap=engine.preemption_mode == "swap")
+    rejects, swaps = engine.max_queued_requests is not None, engine.preemption_mode == "swap"
+    kind = PLAIN._replace(inflow=rejects, returns=rejects, swap=swaps, asynchronous=engine.async_scheduling)
     return run_batch([case], kind)[0]
 
 
-def both(case: reference.Case):
+URGENT_KIND = LOOP_KINDS[2]  # a program that the random cases have compiled
+URGENT: Any = {"policy": "priority", "preemption_mode": "swap"}
+
+
+def both(case: reference.Case, kind: Kind | None = None):
     """The oracle's result, with which the engine agrees, and the engine's."""
-    result, simulation = reference.simulate(case), engine_on(case)
+    result = reference.simulate(case)
+    simulation = engine_on(case) if kind is None else run_batch([case], kind)[0]
     agree(case, simulation, result)
     return result, simulation
 
@@ -61,6 +79,33 @@ def test_a_queue_of_one():
         [(0, 1, 2), (0, 1, 1), (1, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1)], max_num_seqs=1, max_queued_requests=1
     )
     assert both(case)[1].rejected.tolist() == [False, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("think_ms", [0, 5])
+def test_a_client_that_is_turned_away_comes_again_with_its_next_request(think_ms):
+    """One seat: of three clients one is served and two hear after 1 ms that the queue of one was full."""
+    case = small([(0, 1, 2)] * 5, clients=3, max_num_seqs=1, max_queued_requests=1)
+    _, simulation = both(case._replace(think_ps=think_ms * MS))
+    assert simulation.rejected.tolist() == [False, True, True, False, True]
+    assert simulation.arrival_ps.tolist() == [0, 0, 0] + [(1 + think_ms) * MS] * 2
+    again = max(2, 1 + think_ms)
+    assert simulation.finish_ps.tolist() == [2 * MS, -1, -1, (again + 2) * MS, -1]
+
+
+def test_clients_of_a_server_that_never_serves_run_out_of_requests():
+    """The first request fits no pool and waits for ever: each further one is turned away, however small."""
+    case = small([(0, 8, 1)] + [(0, 1, 1)] * 7, clients=2, num_gpu_blocks=5, max_queued_requests=1)
+    result, simulation = both(case._replace(think_ps=MS))
+    assert result.status == simulation.status.name == "STUCK"
+    assert simulation.rejected.tolist() == [False] + [True] * 7
+    assert simulation.arrival_ps.tolist() == [0, *(i * MS for i in range(7))]
+
+
+def test_nobody_who_waits_makes_way_for_a_more_urgent_one():
+    """1 and 2 come while 0 has the only seat: the queue of one is full when 2, the most urgent, is judged."""
+    case = small([(0, 1, 3), (1, 1, 1), (1, 1, 1)], max_num_seqs=1, max_queued_requests=1, **URGENT)
+    simulation = both(case._replace(priorities=[1, 1, 0]), URGENT_KIND)[1]
+    assert simulation.rejected.tolist() == [False, False, True] and simulation.finish_ps[1] == 4 * MS
 
 
 def test_who_is_rejected_has_missed_the_slo():
@@ -86,7 +131,10 @@ def tight(**changes) -> reference.Case:
 
 
 def swapping(blocks: int, **prices) -> reference.Case:
-    case = tight(preemption_mode="swap", num_cpu_blocks=blocks)
+    return priced(tight(preemption_mode="swap", num_cpu_blocks=blocks), **prices)
+
+
+def priced(case: reference.Case, **prices) -> reference.Case:
     return case._replace(cost=replace(case.cost, **prices))
 
 
@@ -134,16 +182,45 @@ def test_swapped_requests_come_back_before_recomputed_ones():
     assert order[3] == 2 and simulation.recomputed_tokens[1] > 0
 
 
+AHEAD: Any = {"preemption_mode": "swap", "async_scheduling": True}
+
+
+def test_the_tokens_of_the_iteration_in_flight_are_swapped_as_well():
+    """Request 1 is driven out while its fourth token is being computed: with three blocks of CPU memory it is lost."""
+    for blocks, lost in ((3, 4), (4, 0)):
+        case = priced(tight(**AHEAD, num_cpu_blocks=blocks), swap_token_ps=MS // 8)
+        simulation = both(case)[1]
+        assert simulation.num_preemptions.tolist() == [0, 1] and simulation.recomputed_tokens.tolist() == [0, lost]
+        # The first four iterations are under way when it goes; the one after them waits for the copy.
+        assert simulation.finish_ps[0] == 7 * MS + (4 - lost) * MS // 8
+
+
+def test_a_victim_whose_last_token_is_in_flight_is_not_copied():
+    case = small([(0, 1, 7), (0, 3, 3)], max_num_batched_tokens=8, num_cpu_blocks=100, **AHEAD)
+    simulation = both(priced(case, swap_token_ps=MS // 8))[1]
+    assert simulation.num_preemptions.tolist() == [0, 1] and simulation.finish_ps.tolist() == [7 * MS, 3 * MS]
+
+
+def test_a_swapped_request_comes_back_before_more_urgent_ones_that_wait():
+    """2 comes when 1 is in CPU memory, and a block for it is free."""
+    case = small([(0, 1, 7), (0, 2, 5), (4, 1, 1)], max_num_batched_tokens=8, num_cpu_blocks=100, **URGENT)
+    case = case._replace(priorities=[0, 2, 1], engine=replace(case.engine, max_queued_requests=10))
+    result, simulation = both(case, URGENT_KIND)
+    assert [rid for row in result.iters for rid in row[11][::2]] == [0, 1, 1, 2]
+    assert simulation.num_preemptions.tolist() == [0, 1, 0] and not simulation.recomputed_tokens.any()
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"preemption_mode": "swap", "batching": "static"}, "preemption_mode=swap: is not modelled together with bat"),
         (
-            {"preemption_mode": "swap", "async_scheduling": True},
-            "preemption_mode=swap: is not modelled together with as",
+            {"preemption_mode": "swap", "enable_prefix_caching": True},
+            "preemption_mode=swap: is not modelled together with en",
         ),
         ({"preemption_mode": "drop"}, "preemption_mode=drop: must be recompute or swap"),
         ({"max_queued_requests": 0}, "max_queued_requests=0: must be an integer from 1"),
-        ({"max_queued_requests": 1, "policy": "priority"}, "max_queued_requests=1: is not modelled together with pol"),
+        ({"max_queued_requests": 1, "batching": "static"}, "max_queued_requests=1: is not modelled together with bat"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: must be an integer from 1"),
         ({"num_cpu_blocks": -1}, "num_cpu_blocks=-1: must be from 0"),
     ],
@@ -152,8 +229,3 @@ def test_what_is_not_modelled_is_refused(changes, said):
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "num_gpu_blocks": 2, "max_model_len": 2}
     with pytest.raises(ConfigError, match=f"^engine.{said}"):
         EngineConfig(**(sizes | changes))
-
-
-def test_a_closed_loop_rejects_nobody():
-    with pytest.raises(ConfigError, match=r"^engine.max_queued_requests=1: must be None in a closed loop"):
-        run(small([(0, 1, 1)], clients=1, max_queued_requests=1))

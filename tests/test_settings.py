@@ -198,14 +198,15 @@ def test_what_cannot_be_simulated_together_is_turned_off_unless_it_was_asked_for
     ranked = server(policy="priority")
     assert ranked.flags.enable_prefix_caching is True and ranked.flags.async_scheduling is True
     swapping = server(preemption_mode="swap", swap_space=1.0)
-    assert swapping.flags.async_scheduling is False and swapping.flags.enable_prefix_caching is False
+    assert swapping.flags.async_scheduling is True and swapping.flags.enable_prefix_caching is False
+    assert server(preemption_mode="swap", policy="priority").flags.enable_prefix_caching is True
     engine = swapping.candidate(64, 4096).engine
     # Llama 3.1 8B: 2 x 32 layers x 8 heads x 128 x 2 bytes = 128 KiB a token, 2 MiB a block: 512 in 1 GiB.
     assert engine is not None and engine.num_cpu_blocks == 512
     assert vllm_serve(swapping.model, swapping.flags, engine) is None
     assert "preemption_mode=swap" in swapping.taken()["enable_prefix_caching"].source
     with pytest.raises(ConfigError, match="^engine.preemption_mode=swap: is not modelled together with enable_prefix"):
-        server(preemption_mode="swap", async_scheduling=False, enable_prefix_caching=True).candidate(64, 4096)
+        server(preemption_mode="swap", enable_prefix_caching=True).candidate(64, 4096)
 
 
 def test_swapping_is_priced_by_the_link():

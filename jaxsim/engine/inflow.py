@@ -2,10 +2,16 @@
 
 Between two schedule() calls the queue only grows, so the requests that arrive between them are judged together, at the
 second: as many as there is room for join, the rest, the later ones, are rejected. The queue is then a range of requests
-with holes: the last one before a hole links to the first one behind it.
+with holes: the last one before a hole links to the first one behind it. Under the policy "priority", whose queue is a
+bitmap, they are judged one a step, in the order of arrival, before anything is scheduled; nobody who waits makes way
+for a more urgent one, since a gate in front of the server knows no priorities.
+
+In a closed loop a client that is turned away hears of it at the end of the iteration that this schedule() call
+schedules or, if that is empty, of the one in flight; without one, at once. It thinks and comes again with its next
+request, as after an answer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +27,13 @@ class Inflow(NamedTuple):
     tail: jax.Array  # the last of those that wait
 
 
+class Rejected(NamedTuple):
+    """Clients of a closed loop that were turned away and have not come again. Scalars, int32."""
+
+    judged: jax.Array  # in this schedule() call
+    told: jax.Array  # before it: they have heard of it, and send their next requests one a step
+
+
 class Gate(NamedTuple):
     """The queue after the requests that have arrived are judged. Scalars, int32 unless noted."""
 
@@ -30,10 +43,15 @@ class Gate(NamedTuple):
     links: jax.Array  # bool: `link_from` is to be linked to `link_to`
     link_from: jax.Array
     link_to: jax.Array
+    rejected: jax.Array  # requests turned away with this step
 
 
 def initial_inflow() -> Inflow:
     return Inflow(jnp.int32(0), jnp.int32(0), jnp.int32(NONE))
+
+
+def initial_rejected() -> Rejected:
+    return Rejected(jnp.int32(0), jnp.int32(0))
 
 
 def judge(
@@ -44,9 +62,13 @@ def judge(
     fresh_head: jax.Array,
     preempted: jax.Array,
     look_ps: jax.Array,
+    returned: jax.Array,
 ) -> Gate:
-    """Who joins the queue until `look_ps`; `preempted` requests wait as well, and count."""
-    arrived = arrived_by(limits, memory, q.end, look_ps)
+    """Who joins the queue until `look_ps`; `preempted` requests wait as well, and count.
+
+    `returned`: 1 if a client comes with this step, whose request is not in the memory yet.
+    """
+    arrived = arrived_by(limits, memory, q.end, look_ps) + returned
     joining = jnp.clip(knobs.queue_limit - preempted - q.waiting, 0, arrived)
     waiting, end = q.waiting + joining, q.end + arrived
     first = jnp.where(q.waiting > 0, fresh_head, q.end)
@@ -61,6 +83,7 @@ def judge(
         links=(joining > 0) & (q.waiting > 0),
         link_from=q.tail,
         link_to=q.end,
+        rejected=arrived - joining,
     )
 
 
@@ -70,3 +93,18 @@ def waiting_at(
     """Requests that wait and were never scheduled at a later time, if none is admitted until then."""
     arrived = arrived_by(limits, memory, q.end, time_ps)
     return q.waiting + jnp.clip(knobs.queue_limit - preempted - q.waiting, 0, arrived)
+
+
+def after(
+    limits: Limits, knobs: Knobs, r: Rejected, look: Any, runs: jax.Array, sent: jax.Array
+) -> tuple[jax.Array, Rejected]:
+    """Whether the schedule() call has turned away clients with requests left, and the state after a step.
+
+    `runs`: the call ends with this step; `sent`: requests that clients have sent until then.
+    """
+    turned_away = look.turn.arrives & ~look.turn.enters if limits.priority else look.gate.rejected
+    judged = r.judged + turned_away.astype(jnp.int32)
+    told = r.told - (look.returns & ~look.finishes).astype(jnp.int32)
+    more = sent < knobs.num_requests
+    after = Rejected(jnp.where(runs, 0, judged), jnp.where(more, told + jnp.where(runs, judged, 0), 0))
+    return more & (judged > 0), after

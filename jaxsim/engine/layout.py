@@ -73,6 +73,7 @@ class Limits:
     static: bool = False  # static batching
     asynchronous: bool = False  # async scheduling
     inflow: bool = False  # max_queued_requests is set somewhere
+    returns: bool = False  # and so is a number of clients: those that are turned away come again
     swap: bool = False  # preemption_mode="swap" somewhere
     priority: bool = False  # the policy "priority"
     ends: bool = False  # self_preemption="ends" with it: running requests may miss a turn; has `threshold` as well
@@ -111,8 +112,13 @@ class Limits:
         return self.places + self.requests * PLACE
 
     @property
+    def ahead(self) -> int:
+        """Positions of swapped requests in the queue of the policy "priority", ahead of those of waiting ones."""
+        return self.requests if self.swap else 0
+
+    @property
     def class_words(self) -> int:
-        return self.waiting_words + self.requests // 32
+        return self.waiting_words + (self.ahead + self.requests) // 32
 
     @property
     def sinks(self) -> int:
@@ -127,6 +133,11 @@ class Limits:
     def prefix(self) -> bool:
         """Whether blocks have an identity: prefix caching."""
         return self.segments > 0
+
+    @property
+    def loops(self) -> bool:
+        """Whether there may be clients that send their next request when the last one has ended."""
+        return self.returns if self.inflow else self.closed_loop
 
     @property
     def roster(self) -> bool:

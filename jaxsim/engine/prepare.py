@@ -97,6 +97,7 @@ def prepare(settings: Settings, caches: bool, leap: bool, statistics: bool, trac
         priority=by_priority,
         ends=ends,
         inflow=engines[0].max_queued_requests is not None,
+        returns=engines[0].max_queued_requests is not None and any(settings.clients),
         swap=engines[0].preemption_mode == "swap",
         tail=bool(tries) and engines[0].freed_unhashed_blocks == "tail",
         fenced=jax.default_backend() == "cpu",
@@ -193,9 +194,6 @@ def check(settings: Settings) -> None:
             raise ConfigError("clients", clients, "must be an integer from 1, or None for an open loop")
         if not 0 < stretch < np.inf:
             raise ConfigError("stretch", stretch, "must be a number above 0")
-        if clients is not None and engine.max_queued_requests is not None:
-            limit = engine.max_queued_requests
-            raise ConfigError("engine.max_queued_requests", limit, "must be None in a closed loop: its clients wait")
         pauses = 0 if clients is None else -(-len(np.asarray(requests.prompt_len)) // clients)
         if not 0 <= think_time_s * max(pauses, 1) < LATEST_S:
             allowed = f"must be from 0 and, times {max(pauses, 1)} requests of a client, below {LATEST_S:g} seconds"

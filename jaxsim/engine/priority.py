@@ -5,9 +5,10 @@ heap by (priority, arrival, id), and preempts the running request with the large
 one that was admitted first. Ids compare in the order of the list.
 
 Requests arrive in the order in which they are numbered, so their ranks by (priority, arrival, id) are known beforehand:
-the queue is a bitmap over ranks, in two levels like the calendar's. Requests of equal priority and arrival are a class,
-named by the rank of its first. A second bitmap says which classes run, and each class has a list of its running
-requests by admission. Victims are taken from the front of a list; those that finish stay until they come to the front.
+the queue is a bitmap over ranks, in two levels like the calendar's. With Limits.swap it has two positions for a rank,
+that of a swapped request ahead of those of all that wait. Requests of equal priority and arrival are a class, named by
+the rank of its first. A second bitmap says which classes run, and each class has a list of its running requests by
+admission. Victims are taken from the front of a list; those that finish stay until they come to the front.
 """
 
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from jaxsim.engine.layout import (
     RANK,
     REQUEST,
     ROW,
+    Knobs,
     Limits,
     join_time,
     read,
@@ -41,7 +43,7 @@ from jaxsim.engine.roster import NOBODY, initial_roster, links
 class Queue(NamedTuple):
     """The part of the state that only this policy has; scalars int32 unless noted."""
 
-    waiting: jax.Array  # [T], upper level of the bitmap of waiting requests
+    waiting: jax.Array  # [T or 2 T], upper level of the bitmap of waiting requests
     classes: jax.Array  # [T], of the bitmap of classes that run
     queued: jax.Array  # requests in the bitmap; those that arrived are entered one a step
     reserved: jax.Array  # tokens of the prompt for which requests are being preempted, or 0
@@ -57,12 +59,13 @@ class Queue(NamedTuple):
 class Turn(NamedTuple):
     """Whom the policy puts first in a step."""
 
-    enters: jax.Array  # bool: the next request to arrive joins the queue
+    arrives: jax.Array  # bool: the next request to arrive has come
+    enters: jax.Array  # bool: it joins the queue; with Limits.inflow it may be rejected
     more_enter: jax.Array  # bool: and the one after it has arrived as well
-    entrant_rank: jax.Array
+    entrant_position: jax.Array  # in the queue: its rank and Limits.ahead
     entrant_class: jax.Array
     head: jax.Array  # of the queue, the entrant included; any request if it is empty
-    head_rank: jax.Array
+    head_position: jax.Array
     head_class: jax.Array
     victim: jax.Array  # first of the largest running class, or a finished request before it, or NONE
     victim_class: jax.Array
@@ -72,7 +75,7 @@ class Marks(NamedTuple):
     """What a step writes for the policy."""
 
     cells: list[tuple[jax.Array, jax.Array, jax.Array]]
-    waiting: jax.Array  # [T]
+    waiting: jax.Array  # [T or 2 T]
     classes: jax.Array  # [T]
     least: jax.Array  # no less than 0; known when all has been read
     roster: Any = None  # roster.Roster
@@ -95,8 +98,9 @@ def ranks(priority: np.ndarray, size: int) -> np.ndarray:
 
 def initial_queue(limits: Limits) -> Queue:
     zero, none, false = jnp.int32(0), jnp.int32(NONE), jnp.bool_(False)
-    tops = jnp.zeros(-(-limits.requests // 1024), jnp.int32)
-    queue = Queue(tops, tops, zero, zero, none, false, false, zero, zero)
+    waiting = jnp.zeros(-(-(limits.ahead + limits.requests) // 1024), jnp.int32)
+    classes = jnp.zeros(-(-limits.requests // 1024), jnp.int32)
+    queue = Queue(waiting, classes, zero, zero, none, false, false, zero, zero)
     if limits.ends:
         queue = queue._replace(served=jnp.int32(NOBODY))
     return queue._replace(roster=initial_roster()) if limits.roster else queue
@@ -133,6 +137,7 @@ def highest(memory: jax.Array, words: int, tops: jax.Array) -> jax.Array:
 
 def turn(
     limits: Limits,
+    knobs: Knobs,
     queue: Queue,
     memory: jax.Array,
     active: jax.Array,
@@ -142,28 +147,45 @@ def turn(
     arrives_next_ps: jax.Array,
 ) -> Turn:
     """`entrant` is the next request to enter, which arrives at `arrives_ps`; the one after it at `arrives_next_ps`."""
-    enters = active & (arrives_ps <= look_ps)
+    arrives = enters = active & (arrives_ps <= look_ps)
+    if limits.inflow:
+        enters = arrives & (queue.queued < knobs.queue_limit)
     mine = ticket(limits, memory, entrant)
     before = jnp.maximum(mine[PREVIOUS], 0)
     words = read(memory, limits.arrivals + 2 * before, 2)
     tie = (mine[PREVIOUS] != NONE) & (join_time(words[0], words[1]) == arrives_ps)
     entrant_class = jnp.where(tie, ticket(limits, memory, before)[CLASS], mine[RANK])
-    head_rank = jnp.minimum(lowest(memory, limits.waiting_words, queue.waiting), jnp.where(enters, mine[RANK], FAR))
-    head_rank = jnp.minimum(head_rank, limits.requests - 1)
+    position = mine[RANK] + limits.ahead if limits.swap else mine[RANK]
+    head_position = jnp.minimum(lowest(memory, limits.waiting_words, queue.waiting), jnp.where(enters, position, FAR))
+    head_position = jnp.minimum(head_position, limits.ahead + limits.requests - 1)
+    head_rank = head_position
+    if limits.swap:
+        head_rank = jnp.where(head_position < limits.ahead, head_position, head_position - limits.ahead)
     head = read_cell(memory, limits.places + head_rank * PLACE + REQUEST)
     victim_class = highest(memory, limits.class_words, queue.classes)
     victim = read_cell(memory, limits.places + jnp.maximum(victim_class, 0) * PLACE + OLDEST)
     return Turn(
+        arrives=arrives,
         enters=enters,
-        more_enter=jnp.where(enters, arrives_next_ps, arrives_ps) <= look_ps,
-        entrant_rank=mine[RANK],
+        more_enter=jnp.where(arrives, arrives_next_ps, arrives_ps) <= look_ps,
+        entrant_position=position,
         entrant_class=entrant_class,
         head=head,
-        head_rank=head_rank,
+        head_position=head_position,
         head_class=jnp.where(enters & (head == entrant), entrant_class, ticket(limits, memory, head)[CLASS]),
         victim=jnp.where(victim_class == NONE, NONE, victim),
         victim_class=victim_class,
     )
+
+
+def queued(limits: Limits, memory: np.ndarray) -> np.ndarray:
+    """Which requests are in the queue, on the host; [N] bool in order of arrival."""
+    words = memory[limits.waiting_words : limits.class_words].view(np.uint32)
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    places = memory[limits.places : limits.waiting_words].reshape(-1, PLACE)
+    result = np.zeros(limits.requests, bool)
+    result[places[np.flatnonzero(bits.reshape(-1)) % limits.requests, REQUEST]] = True
+    return result
 
 
 def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, look: Any, p: Any, a: Any) -> Marks:
@@ -172,16 +194,19 @@ def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, lo
     leaver, joiner, below = look.leaver, look.joiner, look.gone[BELOW]
     place_of = lambda word, position: word + (position >> 5)  # noqa: E731
 
-    rank = jnp.where(a.admits, who.head_rank, look.leaver_ticket[RANK])
+    position = look.leaver_ticket[RANK]
+    if limits.swap:
+        position = position + jnp.where(p.swaps, 0, limits.ahead)
+    position = jnp.where(a.admits, who.head_position, position)
     changes = a.admits | p.preempts
-    cell, entry = place_of(limits.waiting_words, rank), place_of(limits.waiting_words, who.entrant_rank)
+    cell, entry = place_of(limits.waiting_words, position), place_of(limits.waiting_words, who.entrant_position)
     same = changes & (cell == entry)
     changed, entered = read_cell(memory, cell), read_cell(memory, entry)
-    changed = jnp.where(who.enters & same, changed | bit(who.entrant_rank), changed)
-    changed = jnp.where(a.admits, changed & ~bit(rank), changed | bit(rank))
-    entered = entered | bit(who.entrant_rank)
-    waiting = mark_word(queue.waiting, who.entrant_rank >> 5, who.enters, jnp.bool_(True))
-    waiting = mark_word(waiting, rank >> 5, changes, changed != 0)
+    changed = jnp.where(who.enters & same, changed | bit(who.entrant_position), changed)
+    changed = jnp.where(a.admits, changed & ~bit(position), changed | bit(position))
+    entered = entered | bit(who.entrant_position)
+    waiting = mark_word(queue.waiting, who.entrant_position >> 5, who.enters, jnp.bool_(True))
+    waiting = mark_word(waiting, position >> 5, changes, changed != 0)
 
     group = jnp.maximum(jnp.where(a.admits, who.head_class, who.victim_class), 0)
     moves = a.admits | p.pops
@@ -197,7 +222,7 @@ def mark(limits: Limits, queue: Queue, memory: jax.Array, entrant: jax.Array, lo
     cells = [
         (changes, cell, changed),
         (who.enters & ~same, entry, entered),
-        (who.enters, limits.tickets + entrant * limits.ticket + CLASS, who.entrant_class),
+        (who.arrives, limits.tickets + entrant * limits.ticket + CLASS, who.entrant_class),
         (moves, word, left),
         (p.pops | (a.admits & alone), place + OLDEST, jnp.where(a.admits, joiner, below)),
         (a.admits, place + NEWEST, joiner),

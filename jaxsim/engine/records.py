@@ -21,6 +21,7 @@ from jaxsim.engine.layout import (
     ROW,
     Limits,
 )
+from jaxsim.engine.priority import queued
 from jaxsim.engine.statistics import BINS, Statistics, wide_value
 from jaxsim.engine.types import NEVER, PS_PER_S, EngineConfig, Requests, Simulation, Status, Totals
 
@@ -48,8 +49,8 @@ def simulation(
 
     position, output_tokens = ordered(rows[:, FIRST_TOKEN]), ordered(rows[:, GENERATED])
     rejected, started = np.zeros(n, bool), first_scheduled
-    if state.inflow is not None:
-        rejected = turned_away(rows, first_scheduled, engine, state)
+    if limits.inflow:
+        rejected = turned_away(limits, memory, rows, arrival, engine, state)
         started, rejected = np.where(rejected, arrival, first_scheduled), ordered(rejected)
     hits = np.zeros((2, n), np.int32)
     if cache is not None:
@@ -84,19 +85,26 @@ def as_of(engine: EngineConfig, simulation: Simulation, outcome: Outcome) -> Sim
     return replace(simulation, totals=totals)
 
 
-def turned_away(rows: np.ndarray, first_scheduled: np.ndarray, engine: EngineConfig, state: Any) -> np.ndarray:
-    """Requests that were judged, were not admitted and do not wait; [N] bool in order of arrival.
+def turned_away(
+    limits: Limits, memory: np.ndarray, rows: np.ndarray, arrival: np.ndarray, engine: EngineConfig, state: Any
+) -> np.ndarray:
+    """Requests that came, were not admitted and do not wait; [N] bool in order of arrival.
 
     Nobody leaves the queue of a run that is stuck: of those to come as many join as there is room for.
     """
-    rejected = first_scheduled < 0
-    waiting, end = int(state.inflow.waiting), int(state.inflow.end)
-    room = max((engine.max_queued_requests or 0) - waiting - int(state.preempted_count), 0)
-    rejected[end : end + room] = False
-    place = int(state.fresh_head)
-    for _ in range(waiting):
-        rejected[place] = False
-        place = place + 1 if rows[place, LINK] < 0 else int(rows[place, LINK])
+    fresh = rows[:, FIRST_SCHEDULED + 1] < 0
+    rejected = fresh & (arrival >= 0)
+    if limits.priority:
+        waits = queued(limits, memory)[: len(rows)]
+        waiting, end = int(waits.sum()), int(state.fresh_head)
+        rejected &= ~waits
+    else:
+        waiting, end = int(state.inflow.waiting) + int(state.preempted_count), int(state.inflow.end)
+        place = int(state.fresh_head)
+        for _ in range(int(state.inflow.waiting)):
+            rejected[place] = False
+            place = place + 1 if rows[place, LINK] < 0 else int(rows[place, LINK])
+    rejected[end : end + max((engine.max_queued_requests or 0) - waiting, 0)] = False
     return rejected
 
 

@@ -40,6 +40,9 @@ class Look(NamedTuple):
 
     active: jax.Array  # bool
     finishes: jax.Array  # bool: `leaver` is finished
+    returns: jax.Array  # bool: a client sends its next request
+    waits: Any  # bool, with Limits.inflow: others are to come, or to be judged, before anything is scheduled
+    judged_ps: Any  # int64, with Limits.returns: arrival of the first request that is not judged yet
     leaver: jax.Array  # a finished request, else the one to preempt if need be, or NONE
     gone: jax.Array  # [ROW], its row
     prompted: jax.Array  # bool: `joiner` is a running request whose prompt is in progress
@@ -152,6 +155,8 @@ def depart(limits: Limits, knobs: Knobs, s: State, look: Look) -> Pass1:
     # The last finish and pass 1 are one step, unless its blocks have to come back through the prefix cache first, or an
     # admission in the same step would change the list of running requests twice.
     waits = finishes if limits.ends or (limits.prefix and not limits.asynchronous) else more_finish
+    if look.waits is not None:
+        waits = waits | look.waits
     scheduling = look.active & ~waits & (~s.begun | look.prompted)
     finished_context = gone[PROMPT] + gone[OUTPUT] - 1
     finished_blocks = blocks_for(finished_context, knobs.block_size)
@@ -359,7 +364,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     seat = p.running < knobs.seats
     attempt = look.active & p.begun & ~look.prompted & ~p.preempted & head_waits & (p.left > 0) & seat
     hit: Any = 0
-    hit_blocks: Any = 0
+    hit_blocks: Any = None
     idle_blocks: Any = 0
     looks: Any = None
     if limits.prefix:
@@ -369,8 +374,9 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         hit = hit_blocks * knobs.block_size
     swapped: Any = jnp.bool_(False)
     if limits.swap:
-        swapped = s.swap.head != NONE
-        hit = jnp.where(swapped, row[SWAPPED], 0)
+        swapped = look.turn.head_position < limits.ahead if limits.priority else s.swap.head != NONE
+        stored = jnp.where(swapped, row[SWAPPED], 0)
+        hit = jnp.maximum(hit, stored) if limits.prefix else stored
     computed = limits.prefix or limits.swap
     needed = known - hit if computed else known
     wanted = cut(needed, p.threshold)
@@ -388,7 +394,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
     joins = head_complete | p.prompt_complete
 
     if limits.priority:
-        from_preempted, from_fresh = admits & (row[PREEMPTIONS] > 0), look.turn.enters
+        from_preempted, from_fresh = admits & (row[PREEMPTIONS] > 0), look.turn.arrives
         preempted_head = p.preempted_head
         queued = queued - count(admits) + count(p.preempts)
     else:
@@ -412,7 +418,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         hits = Hits(hit, late, no, jnp.int32(0), no)
     inflow: Any = None
     fresh_head = s.fresh_head + count(from_fresh)
-    if limits.inflow:
+    if limits.inflow and not limits.priority:
         inflow = look.gate.queue._replace(waiting=look.gate.queue.waiting - count(from_fresh))
         fresh_head = jnp.where(from_fresh, look.gate.next, look.gate.head)
     if limits.prefix:
@@ -446,7 +452,7 @@ def admit(limits: Limits, knobs: Knobs, s: State, look: Look, p: Pass1) -> Pass2
         hits=hits,
         queued=queued,
         inflow=inflow,
-        swap=swapping.back(knobs, p.swap, row, admits & swapped) if limits.swap else None,
+        swap=swapping.back(knobs, p.swap, row, admits & swapped, hit_blocks) if limits.swap else None,
     )
 
 

@@ -34,9 +34,10 @@ def simulate(
     """Simulate one setting.
 
     Open loop: requests come at `arrival_s * stretch`. With `clients` the loop is closed: that many clients start at
-    time 0, and each takes the next request in list order `think_time_s` after its last one finished. `leap=False`
-    computes every iteration on its own, with the same results. `trace=True` adds `Simulation.iterations`, a row per
-    iteration with the columns of the golden cases, `series=True` a time series; both imply `leap=False`.
+    time 0, and each takes the next request in list order `think_time_s` after its last one finished, or was rejected
+    (inflow.py). `leap=False` computes every iteration on its own, with the same results. `trace=True` adds
+    `Simulation.iterations`, a row per iteration with the columns of the golden cases, `series=True` a time series; both
+    imply `leap=False`.
     Raises ConfigError for requests that vLLM would refuse.
     """
     replay = Replay(engine.overlaps) if trace or series else None

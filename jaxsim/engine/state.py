@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsim.engine.cache import initial_cache
-from jaxsim.engine.inflow import initial_inflow
+from jaxsim.engine.inflow import initial_inflow, initial_rejected
 from jaxsim.engine.layout import (
     GENERATED,
     INFINITE,
@@ -77,7 +77,8 @@ class State(NamedTuple):
     statistics: Statistics
     cache: Any = None  # prefix.Cache with Limits.prefix
     queue: Any = None  # priority.Queue with Limits.priority
-    inflow: Any = None  # inflow.Inflow with Limits.inflow
+    inflow: Any = None  # inflow.Inflow with Limits.inflow, but for the policy "priority"
+    rejected: Any = None  # inflow.Rejected with Limits.returns
     swap: Any = None  # swap.Swap with Limits.swap
 
 
@@ -148,7 +149,8 @@ def initial(
         "statistics": Statistics.zero(),
         "cache": initial_cache(limits, knobs) if limits.prefix else None,
         "queue": initial_queue(limits) if limits.priority else None,
-        "inflow": initial_inflow() if limits.inflow else None,
+        "inflow": initial_inflow() if limits.inflow and not limits.priority else None,
+        "rejected": initial_rejected() if limits.returns else None,
         "swap": initial_swap(knobs) if limits.swap else None,
     }
     return State(**fields)

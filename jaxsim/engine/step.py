@@ -122,27 +122,40 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     finishes = active & (finisher != NONE)
     leaver = jnp.where(finishes, finisher, s.newest)
     prompt = jnp.where(s.begun, s.cursor, s.prompt_first)
+    returns, returned, back_ps = jnp.bool_(False), jnp.int32(0), s.clock_ps
+    if limits.loops:
+        # First the clients whose requests have finished, then those who were turned away.
+        comes = finishes | (active & (s.rejected.told > 0)) if limits.returns else finishes
+        returns, back_ps = comes & (s.arrivals_known < knobs.num_requests), s.clock_ps + knobs.think_ps
+        returned = count(returns & (back_ps <= s.look_ps))
     gate: Any = None
-    if limits.inflow:
-        gate = inflow.judge(limits, knobs, s.inflow, s.memory, s.fresh_head, s.preempted_count, s.look_ps)
+    if limits.inflow and not limits.priority:
+        gate = inflow.judge(limits, knobs, s.inflow, s.memory, s.fresh_head, s.preempted_count, s.look_ps, returned)
         arrives_ps, arrived = arrivals(limits, s.memory, gate.head)[0], gate.queue.waiting
         arrives_next_ps = arrivals(limits, s.memory, gate.next)[0]
     else:
         arrives_ps, arrives_next_ps = arrivals(limits, s.memory, s.fresh_head)
-        arrived = arrived_by(limits, s.memory, s.fresh_head, s.look_ps) if limits.threshold else jnp.int32(0)
-    head = jnp.where(s.preempted_head != NONE, s.preempted_head, gate.head if limits.inflow else s.fresh_head)
+        arrived = arrived_by(limits, s.memory, s.fresh_head, s.look_ps) + returned if limits.threshold else jnp.int32(0)
+    head = jnp.where(s.preempted_head != NONE, s.preempted_head, s.fresh_head if gate is None else gate.head)
     if limits.swap:
         head = jnp.where(s.swap.head != NONE, s.swap.head, head)
     joiner = jnp.where(prompt != NONE, prompt, head)
-    if limits.closed_loop:
-        returns = finishes & (s.arrivals_known < knobs.num_requests)
-        back_ps = s.clock_ps + knobs.think_ps
-        arrives_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head), back_ps, arrives_ps)
-        arrives_next_ps = jnp.where(returns & (s.arrivals_known == s.fresh_head + 1), back_ps, arrives_next_ps)
-        arrived = arrived + count(returns & (back_ps <= s.look_ps))
+    if limits.loops:
+        first, second = (s.fresh_head, s.fresh_head + 1) if gate is None else (gate.head, gate.next)
+        arrives_ps = jnp.where(returns & (s.arrivals_known == first), back_ps, arrives_ps)
+        arrives_next_ps = jnp.where(returns & (s.arrivals_known == second), back_ps, arrives_next_ps)
+    judged_ps: Any = None
     turn: Any = None
+    if limits.returns and gate is not None:
+        judged_ps = arrivals(limits, s.memory, gate.queue.end)[0]
+        judged_ps = jnp.where(returns & (s.arrivals_known == gate.queue.end), back_ps, judged_ps)
     if limits.priority:
-        turn = priority.turn(limits, s.queue, s.memory, active, s.fresh_head, s.look_ps, arrives_ps, arrives_next_ps)
+        turn = priority.turn(
+            limits, knobs, s.queue, s.memory, active, s.fresh_head, s.look_ps, arrives_ps, arrives_next_ps
+        )
+        if limits.inflow:
+            arrived = count(turn.enters)
+            judged_ps = jnp.where(turn.arrives, arrives_next_ps, arrives_ps)
         if limits.threshold and not limits.roster:
             prompt = jnp.where(s.queue.planning, s.queue.cursor, prompt)
         leaver = jnp.where(finishes, finisher, turn.victim)
@@ -151,6 +164,12 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
             joiner = jnp.where(s.queue.planning, s.queue.cursor, joiner)
         if limits.ends:
             leaver = jnp.where(roster.missing(s.queue), joiner, leaver)
+    waits: Any = None
+    if limits.inflow and limits.priority:
+        waits = turn.more_enter
+    if limits.returns:
+        more_come = s.rejected.told - count(returns & ~finishes) > 0
+        waits = more_come if waits is None else waits | more_come
     gone, row, prompted = read_row(s.memory, leaver), read_row(s.memory, joiner), prompt != NONE
     if limits.roster:
         in_prompt = row[FIT] < 0 if limits.threshold else joiner == s.prompt_first
@@ -164,6 +183,9 @@ def look_up(limits: Limits, knobs: Knobs, s: State, settle_row: jax.Array | None
     return Look(
         active=active,
         finishes=finishes,
+        returns=returns,
+        waits=waits,
+        judged_ps=judged_ps,
         leaver=leaver,
         gone=gone,
         prompted=prompted,
@@ -270,7 +292,7 @@ def iterate(
 
 def bound_leap(
     limits: Limits, knobs: Knobs, s: State, p: Pass1, a: Pass2, prompts: Prompts, i: Iteration, completion: jax.Array,
-    pending: jax.Array,
+    pending: jax.Array, judged_ps: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Iterations that may follow at once, whether only they count (and not an arrival), and whether a request waits."""
     in_progress = prompts.first != NONE
@@ -296,6 +318,8 @@ def bound_leap(
         stop = stop | ((a.arrives_ps <= look_ps) & ~blocked)
     if limits.threshold:
         stop = stop | in_progress
+    if judged_ps is not None:
+        stop = stop | (judged_ps <= look_ps)
     if limits.prefix:
         # Blocks that are registered in between could be hits of a prompt behind, or of the head.
         stop = stop | in_progress | (a.refused & a.hits.open_to_change)
@@ -317,9 +341,13 @@ def bound_leap(
 
 def leap_on(
     limits: Limits, knobs: Knobs, a: Pass2, prompts: Prompts, i: Iteration, need: jax.Array, bound: jax.Array,
-    blocked: jax.Array, queued: jax.Array,
+    blocked: jax.Array, queued: jax.Array, judged_ps: jax.Array | None,
 ) -> Leap:  # fmt: skip
-    before_arrival = leap.started_before(i.first_ps, i.slope_ps, a.arrives_ps - i.end_ps, bound)
+    arrives_ps = a.arrives_ps
+    if judged_ps is not None:
+        arrives_ps = jnp.where(queued, judged_ps, arrives_ps)
+        blocked = blocked & (judged_ps == INFINITE)
+    before_arrival = leap.started_before(i.first_ps, i.slope_ps, arrives_ps - i.end_ps, bound)
     if limits.asynchronous:  # each iteration is scheduled when the one before it starts
         before_arrival = jnp.minimum(before_arrival + 1, bound)
     leaps = jnp.where(blocked, bound, before_arrival)
@@ -415,11 +443,10 @@ def write(
         (logs, log, end_low),
         (logs, log + 1, end_high),
     ]
-    if limits.closed_loop:
-        returns = look.finishes & (s.arrivals_known < knobs.num_requests)
+    if limits.loops:
         back_low, back_high = split_time(s.clock_ps + knobs.think_ps)
         back = limits.arrivals + 2 * s.arrivals_known
-        cells += [(returns, back, back_low), (returns, back + 1, back_high)]
+        cells += [(look.returns, back, back_low), (look.returns, back + 1, back_high)]
     if limits.threshold:
         neighbour, follower = pick(a.starts_prompt, s.prompt_last, row[PREV]), row[NEXT]
         enters_list, changes, preceding = a.starts_prompt, p.prompt_complete, row[PREV]
@@ -441,7 +468,7 @@ def write(
         cells += [(a.joins & ~a.first_token, look.joiner * ROW + LINK, pending_before)]
     if limits.swap:
         cells += [(p.swaps, look.leaver * ROW + SWAPPED, p.victim_computed)]
-    if limits.inflow:
+    if look.gate is not None:
         cells += [(look.gate.links, look.gate.link_from * ROW + LINK, look.gate.link_to)]
     if marks is not None:
         cells += marks.cells
@@ -571,8 +598,17 @@ def step(
     changed = [(words.set_word, words.marked), (words.clear_word, words.cleared)]
     completion = next_completion(limits, s.memory, words.tops, changed, i.now)
     pending = jnp.where(a.joins & ~a.first_token, look.joiner, s.statistics.pending)
-    bound, blocked, queued = fence(on, lambda: bound_leap(limits, knobs, small, p, a, prompts, i, completion, pending))
-    j = fence(on, lambda: leap_on(limits, knobs, a, prompts, i, need, bound, blocked, queued))
+    sent = s.arrivals_known + count(look.returns)
+    rejected: Any = None
+    judged_ps: Any = None
+    if limits.returns:
+        turned_away, rejected = inflow.after(limits, knobs, s.rejected, look, a.runs, sent)
+        # Whom an iteration turns away comes again after it.
+        judged_ps = jnp.where(turned_away, 0, jnp.where(sent < knobs.num_requests, look.judged_ps, INFINITE))
+    bound, blocked, queued = fence(
+        on, lambda: bound_leap(limits, knobs, small, p, a, prompts, i, completion, pending, judged_ps)
+    )
+    j = fence(on, lambda: leap_on(limits, knobs, a, prompts, i, need, bound, blocked, queued, judged_ps))
 
     pending_before = s.statistics.pending if limits.statistics else None
     marks: Any = priority.mark(limits, s.queue, s.memory, s.fresh_head, look, p, a) if limits.priority else None
@@ -589,10 +625,12 @@ def step(
         # Requests that wait after the (last) schedule() call of this step.
         last_ps = leap.look(i.end_ps, i.first_ps, i.slope_ps, j.iterations - 1, s.clock_ps, limits.asynchronous)
         last_ps = jnp.where(j.iterations > 0, last_ps, s.look_ps)
-        if limits.inflow:
+        if look.gate is not None:
             fresh = inflow.waiting_at(limits, knobs, a.inflow, memory, a.preempted_count, last_ps)
         else:
             fresh = arrived_by(limits, memory, a.fresh_head, last_ps)
+            if limits.inflow:
+                fresh = jnp.clip(knobs.queue_limit - a.queued, 0, fresh)
         waiting = p.dropped + (a.queued if limits.priority else a.preempted_count) + fresh
     if settle_row is not None:
         gap_ps = s.clock_ps - join_time(settle_row[LAST_TOKEN], settle_row[LAST_TOKEN + 1])
@@ -668,9 +706,13 @@ def step(
         later_ps = a.arrives_ps  # an arrival may become the head
     elif limits.threshold:
         # An arrival brings the threshold that a lone prompt lacked, with which it may fit.
-        later = a.inflow.end if limits.inflow else jnp.minimum(a.fresh_head + look.arrived, limits.requests)
+        later = a.inflow.end if look.gate is not None else jnp.minimum(a.fresh_head + look.arrived, limits.requests)
         later_ps, _ = arrivals(limits, memory, later)
+    elif limits.returns:
+        later_ps = judged_ps
     wake_ps = jnp.where(a.head_waits, later_ps, a.arrives_ps)
+    if rejected is not None:
+        wake_ps = jnp.where(rejected.told > 0, s.clock_ps, wake_ps)
     wakes = idle & (wake_ps < INFINITE)
     over = idle & ~a.head_waits & ~wakes
     gets_token = i.works & (p.decodes + collected["late_decodes"] + collected["joined"] > 0)
@@ -713,7 +755,7 @@ def step(
         prompt_done=prompts.done + j.iterations * i.chunk,
         prompt_known=prompts.known,
         log_size=log_size,
-        arrivals_known=s.arrivals_known + count(look.finishes & (s.arrivals_known < knobs.num_requests)),
+        arrivals_known=sent,
         barren=barren,
         status=status,
         iterations=s.iterations + count(i.works) + j.iterations,
@@ -728,6 +770,7 @@ def step(
         cache=cache,
         queue=queue,
         inflow=a.inflow,
+        rejected=rejected,
         swap=a.swap._replace(moved=jnp.where(i.works, 0, a.swap.moved)) if limits.swap else None,
         **collected,
     ), event

@@ -150,16 +150,15 @@ class EngineConfig:
             raise ConfigError("engine.preemption_mode", self.preemption_mode, "must be recompute or swap")
         if not is_integer(self.num_cpu_blocks) or not 0 <= self.num_cpu_blocks < LARGEST:
             raise ConfigError("engine.num_cpu_blocks", self.num_cpu_blocks, f"must be from 0 to {LARGEST - 1}")
-        barred: dict[str, dict[str, Any]] = {}
-        if self.preemption_mode == "swap":
-            barred["preemption_mode"] = {"async_scheduling": True, "enable_prefix_caching": True}
-        if self.max_queued_requests is not None:
-            barred["max_queued_requests"] = {}
-        for key, others in barred.items():
-            for other, value in {**others, "policy": "priority", "batching": "static"}.items():
-                if getattr(self, other) == value:
-                    allowed = f"is not modelled together with {other}={str(value).lower()}"
-                    raise ConfigError(f"engine.{key}", getattr(self, key), allowed)
+        if self.preemption_mode == "swap" and self.caches and not self.by_priority:
+            # Where CPU memory is full requests come back in another order than they arrived, which is the order of the
+            # prefix cache under this policy.
+            allowed = "is not modelled together with enable_prefix_caching=true and policy=fcfs"
+            raise ConfigError("engine.preemption_mode", "swap", allowed)
+        if self.batching == "static":
+            for key, absent in (("preemption_mode", "recompute"), ("max_queued_requests", None)):
+                if (value := getattr(self, key)) != absent:
+                    raise ConfigError(f"engine.{key}", value, "is not modelled together with batching=static")
 
 
 class Totals(NamedTuple):

@@ -122,8 +122,8 @@ class CapacitySearch:
         said = state.verdicts[candidate][rung] = verdict(state.figures[candidate][rung], self.limits)
         state.wanted[candidate].discard(rung)
         rows = [outcome.figures for outcome in runs]
-        rate = float(np.mean([row["num_prompts"] / max(row["duration_s"], 1e-9) for row in rows]))
-        rate *= self.candidates[candidate].instances
+        rates = [(row["num_prompts"] - row["rejected"]) / max(row["duration_s"], 1e-9) for row in rows]
+        rate = float(np.mean(rates)) * self.candidates[candidate].instances
         state.throughput_rps[candidate] = max(state.throughput_rps[candidate], rate)
         return together if said.passed else None
 
