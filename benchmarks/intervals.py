@@ -87,6 +87,7 @@ class SingleServer:
             "growing": float(trend.clear),
             "growth_share": trend.share,
             "num_prompts": count,
+            "rejected": 0,
             "duration_s": float((arrival + wait + service)[-1] - arrival[0]),
         }
         return Outcome(Verdict(None if trend.clear else True, "growing" if trend.clear else ""), figures)

@@ -45,7 +45,7 @@ class StandIn:
         for index, task in enumerate(tasks):
             limit = capacity(task.candidate, task.seed)
             missed = 0.01 * ((task.load_rps or 0) / limit) ** 4 if task.clients is None else float(task.clients > 40)
-            figures = {"duration_s": 40 / limit, "num_prompts": 40, "request_throughput": limit}
+            figures = {"duration_s": 40 / limit, "num_prompts": 40, "rejected": 0, "request_throughput": limit}
             figures |= {"share_above_p99_ttft_ms": missed, "failed": 0, "stable": 1, "growing": 0, "growth_share": 0}
             outcomes.append(Outcome(Verdict(missed <= 0.01, "" if missed <= 0.01 else "slow"), figures))
             if on_done:

@@ -136,7 +136,8 @@ class Drifts:
     """Runs in which nothing is late, but above 1 request/s every run has a few more requests in the server."""
 
     def __call__(self, tasks, on_done=None):
-        base = {"share_above_p99_ttft_ms": 0, "failed": 0, "stable": 1, "num_prompts": 1000, "duration_s": 1000}
+        base = {"share_above_p99_ttft_ms": 0, "failed": 0, "rejected": 0, "stable": 1}
+        base |= {"num_prompts": 1000, "duration_s": 1000}
         loads = [task.load_rps or 0.5 for task in tasks]
         rows = [base | {"growing": load > 1, "growth_share": 0.02 * (load > 1), "stable": load < 1.3} for load in loads]
         return [Outcome(Verdict(True, ""), row) for row in rows]

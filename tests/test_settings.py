@@ -178,9 +178,9 @@ def test_versions_set_what_is_not_given_and_say_so():
     assert flags.enable_prefix_caching is True and flags.freed_unhashed_blocks == "tail"
     # Where the rule of a version is not modelled together with what was asked for, the nearest is taken, and named.
     swaps = server(vllm_version="v0.20", preemption_mode="swap")
-    assert swaps.flags.async_scheduling is False
-    assert (
-        swaps.taken()["async_scheduling"].source == "true in v0.20 is not modelled together with preemption_mode=swap"
+    assert swaps.taken()["enable_prefix_caching"] == (
+        False,
+        "true in v0.20 is not modelled together with preemption_mode=swap and policy=fcfs",
     )
     assert server(vllm_version="v0.20", policy="priority").taken()["self_preemption"] == ("ends", "vLLM v0.20")
     between = server(vllm_version="0.25.1", async_scheduling=False)
