@@ -109,7 +109,7 @@ def test_a_full_disk_is_one_line_and_keeps_what_is_there(kept, capfd):
     err = capfd.readouterr().err
     assert err == f"warning: simulations are not kept from here on: {kept.path}: database or disk is full\n"
     assert count(kept.path) == 1
-    with Store(kept.path).file as file:
+    with closing(Store(kept.path).file) as file:
         assert file.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
 
 
