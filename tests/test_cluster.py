@@ -87,7 +87,7 @@ def test_what_a_dead_machine_had_is_done_again(nodes, tmp_path):
     marks, gone = tmp_path / "marks", tmp_path / "gone"
     marks.mkdir()
     asked, doomed = tasks(6), nodes.workers[1]
-    first, dies = simulator()._stretch(asked[0]), doomed.node_id
+    first, dies = asked[0].sent(simulator().replicates)[1], doomed.node_id
 
     def slow(requests: Any, *_: Any, stretch: list[float], on_done: Any, **__: Any) -> list[Any]:
         machine = ray.get_runtime_context().get_node_id()

@@ -101,16 +101,15 @@ def _series(job: Job, candidate: Candidate, key: str, points: Sequence[float]) -
     assert candidate.engine is not None and candidate.cost is not None
     rows = []
     for point in points:
-        clients = int(point) if key == "clients" else None
-        stretch = 1.0 if clients else job.replicates.stretch(0, point, instances=candidate.instances)
-        think_time_s = job.search.think_time_s
+        task = Task(candidate, 0)._replace(**{key: point})
+        requests, stretch = task.sent(job.replicates)
         run = simulate(
-            job.replicates.of(0, instances=candidate.instances),
+            requests,
             candidate.engine,
             candidate.cost,
-            clients=clients,
+            clients=task.clients,
             stretch=stretch,
-            think_time_s=think_time_s,
+            think_time_s=job.search.think_time_s,
             series=True,
         )
         assert run.series is not None and run.series.dtype.names is not None

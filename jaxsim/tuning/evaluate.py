@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from jaxsim.engine import Simulation, simulate_many
+from jaxsim.engine import Requests, Simulation, simulate_many
 from jaxsim.engine.width import steady
 from jaxsim.settings import SearchSettings, SloSettings
 from jaxsim.tuning.figures import figures, figures_as_of
@@ -27,6 +27,14 @@ class Task(NamedTuple):
     load_rps: float | None = None
     clients: int | None = None  # of each instance
     count: int | None = None  # requests of an instance; None: as many as the replicates have at hand
+
+    def sent(self, replicates: Replicates) -> tuple[Requests, float]:
+        """The requests that the instance gets, and the factor on their arrival times."""
+        instances = self.candidate.instances
+        requests = replicates.of(self.seed, self.count, instances)
+        if self.load_rps is None:
+            return requests, 1.0
+        return requests, replicates.stretch(self.seed, self.load_rps, self.count, instances)
 
 
 class Outcome(NamedTuple):
@@ -68,12 +76,13 @@ class Simulator:
             if on_done is not None:
                 on_done(index, outcomes[index])
 
+        sent = [task.sent(self.replicates) for task in tasks]
         (self.simulate or simulate_many)(
-            [self.replicates.of(task.seed, task.count, task.candidate.instances) for task in tasks],
+            [requests for requests, _ in sent],
             [task.candidate.engine for task in tasks],  # pyright: ignore[reportArgumentType]
             [task.candidate.cost for task in tasks],  # pyright: ignore[reportArgumentType]
             clients=[task.clients for task in tasks],
-            stretch=[self._stretch(task) for task in tasks],
+            stretch=[stretch for _, stretch in sent],
             think_time_s=self.search.think_time_s,
             on_done=note,
             lanes=steady(self.lanes),
@@ -91,8 +100,3 @@ class Simulator:
             row = figures(simulation, self.slo, warmup)
             row |= {rate: task.candidate.instances * row[rate] for rate in RATES if row[rate] is not None}
         return Outcome(judge(row, self.slo, simulation.status), row, computed=like is None)
-
-    def _stretch(self, task: Task) -> float:
-        if task.load_rps is None:
-            return 1.0
-        return self.replicates.stretch(task.seed, task.load_rps, task.count, task.candidate.instances)

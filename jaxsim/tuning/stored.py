@@ -52,12 +52,8 @@ class Keys:
         self._requests: dict[int, tuple[Requests, bytes]] = {}  # by identity, which lasts as long as they are held
 
     def __call__(self, task: Task) -> bytes:
-        instances = task.candidate.instances
-        requests = self.replicates.of(task.seed, task.count, instances)
-        stretch = 1.0
-        if task.load_rps is not None:
-            stretch = self.replicates.stretch(task.seed, task.load_rps, task.count, instances)
-        loop = _bytes([task.clients, float(stretch), instances])
+        requests, stretch = task.sent(self.replicates)
+        loop = _bytes([task.clients, float(stretch), task.candidate.instances])
         return digest(self.judged, self._setting(task.candidate), self._of(requests), loop)
 
     def _setting(self, candidate: Candidate) -> bytes:
