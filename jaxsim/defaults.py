@@ -72,14 +72,10 @@ def resolve(flags: EngineSettings) -> Resolved:
     if asked != version.name:
         source += f", the nearest known below {asked}"
     defaults = {key: Default(value, source) for key, value in version.flags.items() if getattr(flags, key) is None}
-    swaps = flags.preemption_mode == "swap" and flags.policy == "fcfs"
-    barred = {
-        "enable_prefix_caching": (True, False, "preemption_mode=swap and policy=fcfs" if swaps else ""),
-    }
-    for key, (value, instead, because) in barred.items():
-        if because and key in defaults and defaults[key].value == value:
-            said = f"{show(value)} in {version.name} is not modelled together with {because}"
-            defaults[key] = Default(instead, said)
+    key, swaps = "enable_prefix_caching", flags.preemption_mode == "swap" and flags.policy == "fcfs"
+    if swaps and key in defaults and defaults[key].value:
+        said = f"true in {version.name} is not modelled together with preemption_mode=swap and policy=fcfs"
+        defaults[key] = Default(False, said)
     given = {key: default.value for key, default in defaults.items()}
     return Resolved(dataclasses.replace(flags, **given), defaults)
 

@@ -94,10 +94,7 @@ def replicates(
 
     requests, dropped = map(list, zip(*(sample(place, count) for place in range(search.seeds)), strict=True))
     shortest = min(len(kept.prompt_len) for kept in requests)
-    cut = [
-        Requests(*(None if field is None else field[:shortest] for field in kept))  # pyright: ignore[reportArgumentType]
-        for kept in requests
-    ]
+    cut = [_sliced(kept, slice(shortest)) for kept in requests]
     rates = [rate_rps(requests, workload.rate_rps) for requests in cut]
     rows = len(workload.ticks) if isinstance(workload, TraceWorkload) else None
     return Replicates(cut, rates, dropped, lambda place, number: (sample(place, number)[0], workload.rate_rps), rows)
@@ -123,7 +120,11 @@ def joined(several: Sequence[Replicates]) -> Replicates:
 
 def dealt(requests: Requests, instances: int) -> Requests:
     """What the first of so many instances gets of requests that are dealt out in turn."""
-    return Requests(*(None if field is None else field[::instances] for field in requests))  # pyright: ignore[reportArgumentType]
+    return _sliced(requests, slice(None, None, instances))
+
+
+def _sliced(requests: Requests, places: slice) -> Requests:
+    return Requests(*(None if field is None else field[places] for field in requests))  # pyright: ignore[reportArgumentType]
 
 
 def rate_rps(requests: Requests, nominal_rps: float) -> float:
